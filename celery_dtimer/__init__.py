@@ -1,0 +1,43 @@
+"""The distributed timer for Celery.
+
+from celery_dtimer import DistributedTimer
+
+app.conf.beat_scheduler = "celery_dtimer:DistributedScheduler"
+timers = DistributedTimer(app)
+"""
+
+__version__ = "0.1.0"
+
+from celery_dtimer.errors import (
+    ConflictError,
+    DistributedTimerError,
+    EmbeddedServerError,
+    FencedError,
+    InvalidTimerError,
+    SettingsError,
+    StoreError,
+    StoreUnavailableError,
+    TimerNotFoundError,
+)
+from celery_dtimer.model import Instance, Timer
+from celery_dtimer.scheduler import DistributedScheduler
+from celery_dtimer.timers import DistributedTimer
+from celery_dtimer.worker import CallbackTimer
+
+__all__ = [
+    "CallbackTimer",
+    "ConflictError",
+    "DistributedScheduler",
+    "DistributedTimer",
+    "DistributedTimerError",
+    "EmbeddedServerError",
+    "FencedError",
+    "Instance",
+    "InvalidTimerError",
+    "SettingsError",
+    "StoreError",
+    "StoreUnavailableError",
+    "Timer",
+    "TimerNotFoundError",
+    "__version__",
+]

@@ -1,0 +1,234 @@
+"""The static schedule: what the code declares, and how it gets into the store.
+
+Every instance says which static timers its code declares. Of several declarations of one source the one *first seen last* counts: its
+instances write their timers. A static timer is deleted once no live instance of its source declares it; with no instance of the source alive
+nothing is deleted, and timers created at run time are never touched.
+
+An entry that cannot be read is stored as broken, with the reason; it never stops the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, tzinfo
+from typing import Any
+
+from celery import Celery
+from celery.beat import ScheduleEntry
+from celery.utils.time import maybe_make_aware
+
+from celery_dtimer import schedules
+from celery_dtimer.errors import InvalidTimerError, invalid
+from celery_dtimer.model import (
+    Definition,
+    Lease,
+    broken_blob,
+    check_options,
+    check_size,
+    check_storable,
+    timer_id,
+    to_ms,
+)
+from celery_dtimer.store import BATCH, Store
+
+logger = logging.getLogger(__name__)
+
+_FIELDS = frozenset(
+    "task schedule args kwargs options relative last_run_at total_run_count timezone description".split()
+)
+
+
+_DECLARED = "dtimer_declared"  # the attribute of an app that holds what `declare` was given
+
+
+def declare(app: Celery, name: str, entry: Mapping[str, Any]) -> None:
+    """Add an entry to an app's static schedule, whatever becomes of its ``beat_schedule`` setting."""
+    app.__dict__.setdefault(_DECLARED, {})[name] = entry
+
+
+def declared(app: Celery) -> dict[str, Any]:
+    """Return an app's static schedule: its ``beat_schedule``, and what was added by `declare`."""
+    return {**app.conf.beat_schedule, **app.__dict__.get(_DECLARED, {})}
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The static timers of one source, by name."""
+
+    source: str
+    definitions: Mapping[str, Definition] = field(default_factory=dict)
+    last_runs_ms: Mapping[str, int] = field(default_factory=dict)
+    broken: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of all of its timers."""
+        return [timer_id(name) for name in [*self.definitions, *self.broken]]
+
+    @property
+    def bound(self) -> dict[str, Definition]:
+        """The definitions whose arguments only the code has."""
+        return {name: found for name, found in self.definitions.items() if found.code_bound}
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that is declared."""
+        lines = [
+            f"{definition.id} {definition.revision}" for definition in self.definitions.values()
+        ]
+        lines += [f"{timer_id(name)} {entry}" for name, entry in self.broken.items()]
+        return hashlib.blake2b(
+            "\n".join(sorted(lines)).encode("utf-8", "surrogatepass"), digest_size=16
+        ).hexdigest()
+
+
+def declaration_of(app: Celery, source: str, entries: Mapping[str, Any]) -> Declaration:
+    """Return what a beat schedule declares; entries that cannot be used are among the broken ones."""
+    definitions, last_runs_ms, broken = {}, {}, {}
+    for name, entry in entries.items():
+        try:
+            definitions[name] = definition_of(app, name, entry)
+            last_run_ms = _last_run_ms(app, entry)
+            if last_run_ms is not None:
+                last_runs_ms[name] = last_run_ms
+        except InvalidTimerError as exc:
+            logger.error("Entry %r of the beat schedule is broken and does not run: %s", name, exc)  # noqa: TRY400
+            task = entry.get("task") if isinstance(entry, Mapping) else None
+            broken[str(name)] = (broken_blob(str(name), task), str(exc))
+    return Declaration(source, definitions, last_runs_ms, broken)
+
+
+def definition_of(app: Celery, name: object, entry: object) -> Definition:
+    """Return the definition of one entry of a beat schedule, as Celery's documentation describes them.
+
+    Raises:
+        InvalidTimerError: the entry cannot be used; the message names the field, the value and what is accepted.
+    """
+    if not isinstance(name, str):
+        raise invalid("name", name, "a str")
+    entry = _entry_fields(entry)
+    unknown = sorted(set(entry) - _FIELDS)
+    if unknown:
+        raise invalid("field", unknown[0], "one of " + ", ".join(sorted(_FIELDS)))
+    task = entry.get("task")
+    if not isinstance(task, str) or not task:
+        raise invalid("task", task, "the name of a Celery task")
+    schedule = schedules.parse(
+        entry.get("schedule"),
+        timezone=entry.get("timezone"),
+        default_timezone=app.timezone,
+        relative=bool(entry.get("relative", False)),
+    )
+    args, kwargs = entry.get("args") or (), entry.get("kwargs") or {}
+    options = entry.get("options") or {}
+    if not isinstance(args, (list, tuple)):
+        raise invalid("args", args, "a list or tuple")
+    for key, value in (("kwargs", kwargs), ("options", options)):
+        if not isinstance(value, Mapping):
+            raise invalid(key, value, "a dict")
+    options = check_options(options)
+    definition = Definition(
+        name=name,
+        task=task,
+        schedule=schedule,
+        args=tuple(args),
+        kwargs=dict(kwargs),
+        options=options,
+        description=entry.get("description") or "",
+        code_bound=not _is_storable(args, kwargs, options),
+    )
+    return check_size(definition)
+
+
+def _entry_fields(entry: object) -> Mapping[str, Any]:
+    if isinstance(entry, ScheduleEntry):
+        return {
+            "task": entry.task,
+            "schedule": entry.schedule,
+            "args": entry.args,
+            "kwargs": entry.kwargs,
+            "options": entry.options,
+        }
+    if not isinstance(entry, Mapping):
+        raise invalid("entry", entry, "a dict with task, schedule, args, kwargs, options")
+    return entry
+
+
+def _is_storable(*values: Any) -> bool:
+    try:
+        for value in values:
+            check_storable("value", value)
+    except InvalidTimerError:
+        return False
+    return True
+
+
+def _last_run_ms(app: Celery, entry: Any) -> int | None:
+    last_run_at = entry.get("last_run_at") if isinstance(entry, Mapping) else None
+    if last_run_at is None:
+        return None
+    if not isinstance(last_run_at, datetime):
+        raise invalid("last_run_at", last_run_at, "a datetime")
+    zone: tzinfo = app.timezone
+    return to_ms(maybe_make_aware(last_run_at, zone))
+
+
+class StaticSchedule:
+    """Keeps a declaration in force for one instance."""
+
+    def __init__(
+        self, store: Store, declaration: Declaration, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Prepare it; `reconcile` does the work, and calls ``on_progress`` after each batch."""
+        self._store = store
+        self._on_progress = on_progress
+        self._declaration = declaration
+        self._written_in_epoch: int | None = None
+
+    def reconcile(self, lease: Lease) -> None:
+        """Declare the timers; if this declaration counts, write what is new and delete what nobody declares.
+
+        To be called when the lease is new, and whenever the membership of the service has changed.
+
+        Raises:
+            FencedError: the lease's epoch is over.
+            StoreError: Redis did not answer, or refused.
+        """
+        declaration, store = self._declaration, self._store
+        ids = declaration.ids
+        if not store.declare(
+            lease.instance, lease.epoch, declaration.source, declaration.digest, ids
+        ):
+            self._written_in_epoch = None
+            return
+        known = store.static_timers(declaration.source)
+        if self._written_in_epoch != lease.epoch or not known.issuperset(ids):
+            self._write()
+            self._written_in_epoch = lease.epoch
+        self._delete(lease, sorted(known - set(ids)))
+
+    def _write(self) -> None:
+        declaration = self._declaration
+        changed = self._store.save(
+            list(declaration.definitions.values()),
+            source=declaration.source,
+            last_runs_ms=declaration.last_runs_ms,
+            on_batch=self._on_progress,
+        )
+        self._store.save_broken(declaration.broken, source=declaration.source)
+        if changed:
+            logger.info(
+                "Static schedule of %s: %s timers created or updated", declaration.source, changed
+            )
+
+    def _delete(self, lease: Lease, candidates: list[str]) -> None:
+        for start in range(0, len(candidates), BATCH):
+            batch = candidates[start : start + BATCH]
+            self._on_progress()
+            for id in self._store.undeclare(
+                lease.instance, lease.epoch, self._declaration.source, batch
+            ):
+                logger.info("Timer %s is not declared any more: deleted", id)

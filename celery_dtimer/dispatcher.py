@@ -1,0 +1,279 @@
+"""One pass of firing: read what is due, decide, publish, commit.
+
+A run is published before it is committed, so that it is late rather than lost. Each timer is committed only if it is still as it was read; a
+commit that is refused although the message is out leaves ``last_sent`` behind, and whoever owns the timer then advances it without
+sending. Only a death or a lost lease between publish and commit sends a run again, with the same task id.
+
+Not promised here: that a message is sent once. That needs the broker's write in the commit's script.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from celery_dtimer import policy
+from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError
+from celery_dtimer.model import Definition, Lease, Run, decode_definition
+from celery_dtimer.publisher import BrokerDownError, Outcome, RefusedError, UnsendableError
+from celery_dtimer.store import BATCH, COMMIT_REFUSALS, COMMITTED, DueTimer, Settlement, Store, Turn
+
+logger = logging.getLogger(__name__)
+
+_CACHED_DEFINITIONS = 20_000
+_LACKING_MS = 1000  # until another instance looks at a timer whose code this one lacks
+_COMMIT_TRIES = 2  # the second is for a reply that was lost
+
+
+class LackingError(InvalidTimerError):
+    """A timer needs code that this instance does not have: it goes to another."""
+
+
+#: Sends runs to the broker and answers for each; the second argument is asked before each send. The answer is shorter than the
+#: runs when it was no, or when time ran out: the rest was not sent.
+Publish = Callable[[Sequence[Run], Callable[[], bool]], list[Outcome]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one pass has done."""
+
+    sent: int = 0
+    refused: int = 0
+    broken: int = 0
+    missing: int = 0
+    more: bool = False  #: more timers are due already
+    next_in: float | None = None  #: seconds until the next timer is to be looked at
+    broker_down: bool = False
+
+
+class Dispatcher:
+    """Fires the timers of one instance; `step` is one pass."""
+
+    def __init__(
+        self,
+        store: Store,
+        publish: Publish,
+        *,
+        bound: Mapping[str, Definition],
+        may_send: Callable[[Lease], bool],
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare a dispatcher.
+
+        Args:
+            store: on a connection of its own.
+            publish: sends a batch of runs.
+            bound: by name, the definitions whose arguments only the code has.
+            may_send: says whether a lease still holds; asked before every batch.
+            on_progress: called after every batch and commit.
+        """
+        self._store = store
+        self._publish = publish
+        self._bound = bound
+        self._may_send = may_send
+        self._on_progress = on_progress
+        self._definitions: OrderedDict[str, tuple[str, Definition]] = OrderedDict()
+        self._sequence = 0
+        self._unsettled: list[Settlement] = []
+
+    def step(self, lease: Lease) -> Pass:
+        """Dispatch up to a batch of due timers.
+
+        Raises:
+            FencedError: the lease's epoch is over; what was sent and not committed is remembered in its timers.
+            StoreError: Redis did not answer, or refused; what was sent is committed by the next pass.
+        """
+        self.settle(lease)
+        turn = self._store.due(lease.instance, lease.epoch, self._store.settings.batch_size)
+        if turn.heartbeat_ms < lease.heartbeat_ms:
+            self._store.close()
+            raise StoreUnavailableError(
+                "Redis knows an older heartbeat than was confirmed: another server answers"
+            )
+        counts: Counter[str] = Counter()
+        broker_down = False
+        for start in range(0, len(turn.timers), BATCH):
+            settlements, broker_down = self._dispatch(
+                lease, turn, turn.timers[start : start + BATCH]
+            )
+            counts.update(settlement.done for settlement in settlements)
+            if broker_down or not self._may_send(lease):
+                break
+        return Pass(
+            sent=counts["run"],
+            refused=counts["refused"],
+            broken=counts["broken"],
+            missing=counts["missing"],
+            more=len(turn.timers) >= self._store.settings.batch_size,
+            next_in=None if turn.next_ms is None else (turn.next_ms - turn.now_ms) / 1000,
+            broker_down=broker_down,
+        )
+
+    def settle(self, lease: Lease) -> None:
+        """Commit what was published and not committed yet."""
+        if not self._unsettled:
+            return
+        waiting = self._unsettled
+        for tries_left in reversed(range(_COMMIT_TRIES)):
+            try:
+                codes = self._store.commit(lease.instance, lease.epoch, self._sequence, waiting)
+                break
+            except FencedError:
+                self._unsettled = []
+                raise
+            except StoreUnavailableError:
+                if not tries_left:
+                    raise
+        self._unsettled = []
+        self._sequence += 1
+        self._on_progress()
+        for settlement, code in zip(waiting, codes, strict=True):
+            if code != COMMITTED:
+                logger.info(
+                    "Timer %s: %s was not committed: %s",
+                    settlement.timer.id,
+                    settlement.done,
+                    COMMIT_REFUSALS[code],
+                )
+
+    # -- one batch
+
+    def _dispatch(
+        self, lease: Lease, turn: Turn, timers: Sequence[DueTimer]
+    ) -> tuple[list[Settlement], bool]:
+        """Publish and commit a batch; return what was done, and whether the broker is down."""
+        definitions = self._definitions_of(timers)
+        settlements: list[Settlement] = []
+        runs: list[tuple[DueTimer, Run]] = []
+        for timer in timers:
+            definition = definitions[timer.id]
+            if not isinstance(definition, Definition):
+                settlements.append(_set_aside(timer, definition))
+            elif timer.is_sent:
+                settlements.append(_ran(timer, definition, turn.now_ms))
+            else:
+                runs.append((timer, self._run(lease, timer, definition)))
+        if not self._may_send(lease):
+            return [], False
+        outcomes = (
+            self._publish([run for _, run in runs], lambda: self._may_send(lease)) if runs else []
+        )
+        broker_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
+        for (timer, run), outcome in zip(runs, outcomes, strict=False):
+            settlements.extend(_settle(timer, run, outcome, turn.now_ms))
+        self._unsettled = settlements
+        self._on_progress()
+        self.settle(lease)
+        return settlements, broker_down
+
+    def _run(self, lease: Lease, timer: DueTimer, definition: Definition) -> Run:
+        return Run(
+            service=self._store.settings.service,
+            instance=lease.instance,
+            timer_id=timer.parent or timer.id,
+            identity=timer.id,
+            created_ms=int(timer.created),
+            scheduled_ms=timer.due_ms,
+            number=timer.runs + 1,
+            definition=definition,
+        )
+
+    # -- definitions
+
+    def _definitions_of(
+        self, timers: Sequence[DueTimer]
+    ) -> dict[str, Definition | InvalidTimerError | None]:
+        """Return each timer's definition, an error when it can not be used, None when the timer is gone."""
+        found: dict[str, Definition | InvalidTimerError | None] = {}
+        unknown: list[DueTimer] = []
+        for timer in timers:
+            cached = self._definitions.get(timer.id)
+            if cached is not None and cached[0] == timer.revision:
+                found[timer.id] = cached[1]
+                self._definitions.move_to_end(timer.id)
+            else:
+                unknown.append(timer)
+        readable = [timer for timer in unknown if timer.is_readable]
+        blobs = self._store.definitions([timer.parent or timer.id for timer in readable])
+        read = {
+            timer.id: self._read(timer, blob) for timer, blob in zip(readable, blobs, strict=True)
+        }
+        for timer in unknown:
+            found[timer.id] = read.get(timer.id, _unreadable(timer))
+        return found
+
+    def _read(self, timer: DueTimer, blob: str | None) -> Definition | InvalidTimerError:
+        if blob is None:
+            return InvalidTimerError("its definition is gone")
+        try:
+            definition = decode_definition(blob)
+        except InvalidTimerError as exc:
+            return exc
+        if definition.code_bound:
+            return self._bound.get(definition.name) or LackingError(
+                "its arguments are in code that this instance lacks"
+            )
+        if not timer.parent:
+            self._definitions[timer.id] = (timer.revision, definition)
+            if len(self._definitions) > _CACHED_DEFINITIONS:
+                self._definitions.popitem(last=False)
+        return definition
+
+
+def _unreadable(timer: DueTimer) -> InvalidTimerError | None:
+    return (
+        InvalidTimerError("its stored state can not be read") if timer.status == "active" else None
+    )
+
+
+def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
+    if why is None:
+        logger.error(
+            "Timer %s: it is no active timer (%s); removed from the queue",
+            timer.id,
+            timer.status or "gone",
+        )
+        return Settlement(timer, "missing")
+    if isinstance(why, LackingError):
+        logger.warning("Timer %s goes to another instance: %s", timer.id, why)
+        return Settlement(timer, "lacking", delay_ms=_LACKING_MS)
+    logger.error("Timer %s is broken and set aside: %s", timer.id, why)
+    return Settlement(timer, "broken", reason=str(why))
+
+
+def _ran(timer: DueTimer, definition: Definition, now_ms: int) -> Settlement:
+    if timer.parent:
+        return Settlement(timer, "run")
+    plan = policy.plan(definition, timer.due_ms, now_ms)
+    summary = definition.summary if plan.next_due_ms is None else ""
+    return Settlement(
+        timer, "run", next_due_ms=plan.next_due_ms, skipped=plan.skipped, summary=summary
+    )
+
+
+def _settle(timer: DueTimer, run: Run, outcome: Outcome, now_ms: int) -> Iterator[Settlement]:
+    """Yield what is to be committed for a run: nothing when the broker is down."""
+    if outcome is None:
+        logger.debug(
+            "Sent %s (%s) scheduled at %s as task %s",
+            run.definition.name,
+            run.definition.task,
+            run.scheduled_ms,
+            run.task_id,
+        )
+        yield _ran(timer, run.definition, now_ms)
+    elif isinstance(outcome, RefusedError):
+        delay_ms = round(policy.retry_delay(timer.attempts) * 1000)
+        logger.warning(
+            "Timer %s: the broker refused its message, next try in %s ms: %s",
+            run.definition.name,
+            delay_ms,
+            outcome,
+        )
+        yield Settlement(timer, "refused", delay_ms=delay_ms)
+    elif isinstance(outcome, UnsendableError):
+        logger.error("Timer %s is broken and set aside: %s", run.definition.name, outcome)
+        yield Settlement(timer, "broken", reason=str(outcome))

@@ -1,0 +1,68 @@
+"""The errors of celery_dtimer: one family, each a sentence fit to be shown.
+
+::
+
+    DistributedTimerError
+    ├── SettingsError             also celery's ImproperlyConfigured
+    ├── InvalidTimerError         also ValueError
+    ├── TimerNotFoundError        also LookupError
+    ├── ConflictError             a definition kept changing under a write
+    ├── FencedError               the instance's epoch is over
+    ├── EmbeddedServerError       the embedded server could not be used
+    └── StoreError                Redis refused
+        └── StoreUnavailableError     Redis could not be reached in time
+"""
+
+from __future__ import annotations
+
+from celery.exceptions import ImproperlyConfigured
+
+
+class DistributedTimerError(Exception):
+    """Something that celery_dtimer cannot do; every other error here derives from it."""
+
+
+class SettingsError(DistributedTimerError, ImproperlyConfigured):
+    """A setting has a value that cannot be used."""
+
+
+class InvalidTimerError(DistributedTimerError, ValueError):
+    """A timer was described in a way that cannot be stored or run."""
+
+
+class TimerNotFoundError(DistributedTimerError, LookupError):
+    """No timer of the service has this id or name."""
+
+
+class ConflictError(DistributedTimerError):
+    """A timer was changed by others again and again while it was being written."""
+
+
+class FencedError(DistributedTimerError):
+    """The instance is no longer registered with the epoch it acts for."""
+
+
+class EmbeddedServerError(DistributedTimerError):
+    """The embedded server could not be started or reached."""
+
+
+class StoreError(DistributedTimerError):
+    """Redis answered a request with an error."""
+
+
+class StoreUnavailableError(StoreError):
+    """Redis could not be reached, or did not answer in time."""
+
+
+_SHOWN = 80  # characters of a wrong value that a message repeats
+
+
+def shown(value: object) -> str:
+    """Return a value's ``repr``, cut so that a message stays readable."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def invalid(field: str, value: object, accepted: str) -> InvalidTimerError:
+    """Return the error for a timer's field: what it was and what is accepted."""
+    return InvalidTimerError(f"{field}={shown(value)} is not accepted; expected {accepted}")

@@ -1,0 +1,319 @@
+"""Membership: may this instance dispatch, and until when; and what becomes of the timers of those that are gone.
+
+States of an instance::
+
+    (nothing) --register--> active --leave--> leaving --last timer handed over--> (gone)
+                              |
+                              +-- no heartbeat for the timeout --> dead --last timer moved--> (gone)
+
+A registration has an epoch; whoever acts for an instance names it, and is *fenced* once it is over. Only `Membership` registers,
+from its own thread and on its own connection. The lease that it keeps says what the dispatch loop may rely on; any doubt (an exception, a
+time-out) means "not owner".
+
+The heartbeat is tied to the progress of the loop: it is sent only while the loop has reported progress lately. So an instance that hangs
+silently loses its timers, and one with a slow broker does not.
+
+Not promised: that an instance which lost its timers knows it at once. That is what the epoch and the commit's comparison are for.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from celery_dtimer.errors import DistributedTimerError, FencedError
+from celery_dtimer.model import Lease
+from celery_dtimer.settings import Settings
+from celery_dtimer.store import Heartbeat, Moved, Store
+
+logger = logging.getLogger(__name__)
+
+#: Percent of a share that loads may drift apart without a timer being moved.
+DRIFT = 10
+
+_MARGIN = 0.9  # of the timeout: local trust ends before the server's does
+_FIRST_RETRY, _LAST_RETRY = 0.1, 2.0  # seconds between two tries to reach Redis
+_CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_SLACK = 0.005  # seconds after another's expiry at which it is looked at
+
+
+def clock() -> float:
+    """Return seconds of a clock that counts suspension where there is one."""
+    return time.clock_gettime(_CLOCK_ID)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What an instance says of itself when it registers."""
+
+    instance: str
+    host: str
+    port: int
+    version: str
+    dispatch: str
+
+    def fields(self, service: str) -> dict[str, str | int]:
+        """Return the fields of the instance's hash."""
+        return {
+            "service": service,
+            "host": self.host,
+            "port": self.port,
+            "version": self.version,
+            "dispatch": self.dispatch,
+        }
+
+
+def local_host() -> str:
+    """Return the name of this host."""
+    return socket.gethostname()
+
+
+class Membership:
+    """Registers one instance, keeps its lease, and takes over from the dead; `step` is one look at all of it."""
+
+    def __init__(
+        self,
+        store: Store,
+        identity: Identity,
+        *,
+        clock: Callable[[], float] = clock,
+        on_lease: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare a membership; nothing is registered before the first `step`.
+
+        Args:
+            store: on a connection of its own.
+            identity: who registers.
+            clock: seconds of a clock that counts suspension.
+            on_lease: called when the lease is new, or the membership of the service changed.
+        """
+        self._store = store
+        self._settings: Settings = store.settings
+        self._identity = identity
+        self._clock = clock
+        self._on_lease = on_lease
+        self._lease: Lease | None = None
+        self._refused_epoch = 0
+        self._stalled_after = clock() + self._settings.call_timeout
+        self._next_check = 0.0
+        self._scrub_position = 0
+        self._must_rebalance = False
+
+    # -- what the loop sees
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease that is valid now, or None: then nothing may be dispatched."""
+        lease = self._lease
+        return lease if lease is not None and lease.is_valid(self._clock()) else None
+
+    def report_progress(self, wait: float = 0.0) -> None:
+        """Note that the loop is alive, and that it may be silent for ``wait`` seconds and the time of one call."""
+        self._stalled_after = self._clock() + wait + self._settings.call_timeout
+
+    def report_fenced(self, epoch: int) -> None:
+        """Note that an epoch is over: a newer registration is needed."""
+        self._refused_epoch = max(self._refused_epoch, epoch)
+
+    def now(self) -> float:
+        """Return the clock that the lease is compared with."""
+        return self._clock()
+
+    # -- what the thread does
+
+    def step(self) -> float:
+        """Register or send a heartbeat, then look for the dead; return the seconds until the next step.
+
+        Raises:
+            StoreError: Redis did not answer, or refused; the lease runs out by itself.
+        """
+        if self._is_stalled():
+            return self._settings.heartbeat_interval / 4
+        heartbeat = self._renew()
+        if heartbeat is None:
+            return 0.0
+        started = self._clock()
+        until_expiry = self._seconds_until(heartbeat)
+        if started >= self._next_check or until_expiry <= 0 or self._must_rebalance:
+            until_expiry = self._check_others()
+        until_check = max(0.0, self._next_check - self._clock())
+        waits = [self._settings.heartbeat_interval, until_check, max(until_expiry, _SLACK)]
+        if self._must_rebalance:
+            waits.append(self._settings.heartbeat_interval / 4)
+        return min(waits)
+
+    def _is_stalled(self) -> bool:
+        stalled = self._clock() > self._stalled_after
+        if stalled and self._lease is not None:
+            logger.error(
+                "Instance %s: the dispatch loop makes no progress; its timers go to others",
+                self._identity.instance,
+            )
+            self._lease = None
+        return stalled
+
+    def _renew(self) -> Heartbeat | None:
+        """Return the answer to a heartbeat, or None when there is no registration to renew."""
+        started = self._clock()
+        lease = self._lease
+        if lease is None or lease.epoch <= self._refused_epoch:
+            lease = self._register(started)
+        try:
+            heartbeat = self._store.heartbeat(lease.instance, lease.epoch)
+        except FencedError:
+            logger.warning(
+                "Instance %s: epoch %s is over; registering anew", lease.instance, lease.epoch
+            )
+            self.report_fenced(lease.epoch)
+            self._lease = None
+            return None
+        changed = heartbeat.members != lease.members or self._lease is not lease
+        self._lease = replace(
+            lease,
+            trusted_until=started + _MARGIN * self._settings.instance_timeout,
+            heartbeat_ms=heartbeat.now_ms,
+            members=heartbeat.members,
+        )
+        if changed:
+            self._on_lease()
+        return heartbeat
+
+    def _register(self, started: float) -> Lease:
+        identity = self._identity
+        answer = self._store.register(identity.instance, identity.fields(self._settings.service))
+        self._must_rebalance = True
+        self._next_check = 0.0
+        logger.info(
+            "Instance %s: registered with service %s, epoch %s",
+            identity.instance,
+            self._settings.service,
+            answer.epoch,
+        )
+        trusted_until = started + _MARGIN * self._settings.instance_timeout
+        return Lease(identity.instance, answer.epoch, trusted_until, answer.now_ms, answer.members)
+
+    def _seconds_until(self, heartbeat: Heartbeat | Moved) -> float:
+        """Return the seconds until another instance is dead; the server's clock is only compared with itself."""
+        expiry_ms = heartbeat.next_expiry_ms
+        if expiry_ms is None or self._lease is None:
+            return self._settings.instance_timeout
+        now_ms = heartbeat.now_ms if isinstance(heartbeat, Heartbeat) else self._lease.heartbeat_ms
+        return (expiry_ms - now_ms) / 1000 + _SLACK if expiry_ms else 0.0
+
+    def _check_others(self) -> float:
+        """Move the timers of the dead and of nobody, then even out; return the seconds until the next death."""
+        self._next_check = self._clock() + self._settings.failure_check_interval
+        until_expiry = self._fail_over()
+        self._rebalance()
+        self._tidy()
+        return until_expiry
+
+    def _fail_over(self) -> float:
+        lease = self._lease
+        moved_in_all = 0
+        while lease is not None:
+            moved = self._store.reap(lease.instance, lease.epoch)
+            moved_in_all += moved.count
+            for dead in moved.reaped:
+                logger.warning("Failover: instance %s is dead; its timers have moved", dead)
+            if moved.busy or not moved.more:
+                break
+            lease = self._kept_lease()
+        if moved_in_all:
+            logger.info("Failover: %s timers moved to live instances", moved_in_all)
+        if moved.busy:
+            return self._settings.heartbeat_interval / 4
+        return max(self._seconds_until(moved), self._settings.heartbeat_interval / 4)
+
+    def _rebalance(self) -> None:
+        lease, joined, moved_in_all = self._lease, self._must_rebalance, 0
+        while lease is not None:
+            moved = self._store.rebalance(lease.instance, lease.epoch, 0 if joined else DRIFT)
+            moved_in_all += moved.count
+            if not moved.count:
+                self._must_rebalance = joined and (moved.busy or moved.more)
+                break
+            lease = self._kept_lease()
+        if moved_in_all:
+            logger.info("Rebalance: %s timers moved", moved_in_all)
+
+    def _kept_lease(self) -> Lease | None:
+        """Return the lease after many batches: a heartbeat comes first when one is due."""
+        lease = self._lease
+        trusted_for = 0.0 if lease is None else lease.trusted_until - self._clock()
+        if (
+            trusted_for
+            < _MARGIN * self._settings.instance_timeout - self._settings.heartbeat_interval
+        ):
+            self._renew()
+        return self._lease
+
+    def _tidy(self) -> None:
+        """Repair a window of the queue, and remove one-shots that ran long enough ago."""
+        lease = self._lease
+        if lease is None:
+            return
+        self._store.purge()
+        self._scrub_position, repairs = self._store.scrub(
+            lease.instance, lease.epoch, self._scrub_position
+        )
+        for timer, wrong in repairs:
+            logger.error("Timer %s was stored inconsistently (%s): repaired", timer, wrong)
+
+
+class MembershipThread(threading.Thread):
+    """Calls `Membership.step` when it is time, and logs an outage once."""
+
+    def __init__(self, membership: Membership, name: str = "dtimer-membership") -> None:
+        """Prepare the thread; `start` runs it."""
+        super().__init__(name=name, daemon=True)
+        self._membership = membership
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Step until stopped; failures are retried with growing waits."""
+        failures = 0
+        while not self._stopped.is_set():
+            try:
+                wait = self._membership.step()
+                if failures:
+                    logger.info("Membership: Redis answers again")
+                failures = 0
+            except FencedError:
+                wait = 0.0
+            except DistributedTimerError as exc:
+                failures += 1
+                if failures == 1:
+                    logger.error("Membership: %s; trying again until it answers", exc)  # noqa: TRY400
+                wait = min(_LAST_RETRY, _FIRST_RETRY * 2 ** min(failures, 8))
+            except Exception:
+                failures += 1
+                logger.exception("Membership: unexpected failure; trying again")
+                wait = _LAST_RETRY
+            self._stopped.wait(wait)
+
+    def stop(self, timeout: float) -> None:
+        """End the thread, waiting at most ``timeout`` seconds for a call in flight."""
+        self._stopped.set()
+        self.join(timeout)
+
+
+def leave(store: Store, lease: Lease, *, until: float) -> int:
+    """Hand over an instance's timers and end its registration; return how many moved.
+
+    Args:
+        store: on a connection that nobody else has used.
+        lease: the instance and its epoch.
+        until: when to give up, by `time.monotonic`: what is left then is taken by the failure check.
+    """
+    moved_in_all = 0
+    while time.monotonic() < until:
+        moved = store.leave(lease.instance, lease.epoch)
+        moved_in_all += moved.count
+        if not moved.more:
+            break
+    return moved_in_all

@@ -1,0 +1,471 @@
+"""The values that the parts hand to each other, and how they are stored.
+
+A timer is stored in two pieces: its *definition* (what to send and when, as JSON, opaque to the scripts) and its *state*
+(a small hash that the scripts move). A definition's *revision* is a digest of it: equal definitions have equal revisions,
+and its first half covers the schedule alone, so that a change of arguments can be told from a change of schedule.
+
+Inside the core, moments are integer milliseconds since the epoch of the server's clock; datetimes are aware.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import os
+import re
+import secrets
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from kombu.serialization import registry
+from kombu.utils import json
+
+from celery_dtimer import schedules
+from celery_dtimer.errors import InvalidTimerError, invalid, shown
+
+Status = Literal["active", "paused", "stopped", "broken"]
+
+#: The owner of the timers that nobody owns.
+UNASSIGNED = "unassigned"
+
+#: The most that one definition may take; the size of one batch of a script.
+MAX_DEFINITION_BYTES = 1024 * 1024
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_RUNS = uuid.UUID("5a6f0f6e-6d0d-5c55-9d7a-0d1f7c1d2b1e")  # the namespace of task ids
+_TIMER_ID = re.compile(r"[a-z2-7]{26}")
+_HALF = 6  # bytes of digest for each half of a revision
+
+
+def to_datetime(moment_ms: int) -> datetime:
+    """Return a moment as an aware datetime in UTC."""
+    return _EPOCH + timedelta(milliseconds=moment_ms)
+
+
+def to_ms(moment: datetime) -> int:
+    """Return an aware datetime as milliseconds since the epoch."""
+    return (moment - _EPOCH) // timedelta(milliseconds=1)
+
+
+def timer_id(name: str) -> str:
+    """Return the id of the timer with this name: 26 characters that are safe in any key."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return base64.b32encode(digest).decode().rstrip("=").lower()
+
+
+def is_timer_id(text: str) -> bool:
+    """Say whether the text has the form of a timer's id."""
+    return _TIMER_ID.fullmatch(text) is not None
+
+
+def new_trigger_id() -> str:
+    """Return the id of a new hidden one-shot: a timer that has no name."""
+    return timer_id(secrets.token_hex(16))
+
+
+def new_instance_id() -> str:
+    """Return an id that no other instance has: host, pid and a nonce."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:40] or "localhost"
+    return f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
+
+
+@lru_cache(maxsize=1)
+def _instance_id_of(pid: int) -> str:
+    return new_instance_id()
+
+
+def process_instance_id() -> str:
+    """Return the instance id of this process: made once; a forked child makes its own."""
+    return _instance_id_of(os.getpid())
+
+
+# ------------------------------------------------------------------ definitions
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a timer sends, and when: all that its creator decides."""
+
+    name: str
+    task: str
+    schedule: schedules.Schedule
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    description: str = ""
+    #: The arguments can not be stored: they are taken from the code of the instance that owns the timer.
+    code_bound: bool = False
+
+    @cached_property
+    def id(self) -> str:
+        """The timer's id."""
+        return timer_id(self.name)
+
+    @cached_property
+    def blob(self) -> str:
+        """The definition as it is stored: JSON in ASCII, without what has its default."""
+        content: dict[str, Any] = {
+            "name": self.name,
+            "task": self.task,
+            "schedule": self.schedule.encode(),
+        }
+        if self.code_bound:
+            content["code_bound"] = True
+        else:
+            optional = {
+                "args": list(self.args),
+                "kwargs": dict(self.kwargs),
+                "options": dict(self.options),
+            }
+            content.update((key, value) for key, value in optional.items() if value)
+        if self.description:
+            content["description"] = self.description
+        return _dumps(content)
+
+    @cached_property
+    def revision(self) -> str:
+        """The digest of the definition; the first half is the schedule's."""
+        return _digest(_dumps(self.schedule.encode())) + _digest(self.blob)
+
+    @property
+    def summary(self) -> str:
+        """What is kept of a one-shot that has run: enough to list it."""
+        return _dumps({"name": self.name, "task": self.task, "schedule": self.schedule.encode()})
+
+    def evolve(self, **changes: Any) -> Definition:
+        """Return a copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+def decode_definition(blob: str) -> Definition:
+    """Return the definition stored in a blob.
+
+    Raises:
+        InvalidTimerError: the blob is not a definition (edited by hand, or written by another version).
+    """
+    try:
+        content = json.loads(blob)
+    except ValueError as exc:
+        raise InvalidTimerError(f"the stored definition is not JSON: {exc}") from exc
+    if not isinstance(content, dict):
+        raise InvalidTimerError(f"the stored definition is {shown(content)}, not an object")
+    schedule = schedules.decode(content.get("schedule"))
+    try:
+        return Definition(
+            name=_stored(content, "name", str),
+            task=_stored(content, "task", str),
+            schedule=schedule,
+            args=_stored(content, "args", list, []),
+            kwargs=_stored(content, "kwargs", dict, {}),
+            options=_stored(content, "options", dict, {}),
+            description=_stored(content, "description", str, ""),
+            code_bound=_stored(content, "code_bound", bool, False),
+        )
+    except KeyError as exc:
+        raise InvalidTimerError(f"the stored definition lacks {exc}") from exc
+
+
+def _stored(content: dict[str, Any], key: str, kind: type, *default: Any) -> Any:
+    value = content.get(key, *default) if default else content[key]
+    if not isinstance(value, kind):
+        raise InvalidTimerError(f"the stored {key} is {shown(value)}, not a {kind.__name__}")
+    return value
+
+
+def schedule_part(revision: str) -> str:
+    """Return the half of a revision that covers the schedule."""
+    return revision[: len(revision) // 2]
+
+
+def _dumps(content: Any) -> str:
+    text: str = json.dumps(content, separators=(",", ":"))
+    return text
+
+
+def _digest(text: str) -> str:
+    digest = hashlib.blake2b(text.encode(), digest_size=_HALF).digest()
+    return base64.urlsafe_b64encode(digest).decode()
+
+
+def check_storable(field_name: str, value: Any) -> None:
+    """Refuse a value that would not come back from Celery's JSON as it went in.
+
+    Lists stand for tuples, as in every Celery message.
+
+    Raises:
+        InvalidTimerError: with the field's name and the reason.
+    """
+    accepted = "what Celery's JSON carries unchanged (str, numbers, bool, None, list, dict with str keys, bytes, UUID, Decimal, datetime, date, time)"
+    try:
+        returned = json.loads(_dumps(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise InvalidTimerError(
+            f"{field_name}={shown(value)} can not be stored ({exc}); expected {accepted}"
+        ) from exc
+    if not _same(value, returned):
+        raise invalid(field_name, value, accepted)
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message's options as they can be stored.
+
+    They are what ``apply_async`` takes. Relative ``expires`` count from the moment of sending.
+
+    Raises:
+        InvalidTimerError: an option cannot work; the message names it, its value and what is accepted.
+    """
+    for name in ("task_id", "producer", "connection"):
+        if name in options:
+            raise invalid(
+                f"options[{name!r}]", options[name], "nothing: the timer sets it for each run"
+            )
+    checked = dict(options)
+    expires = options.get("expires")
+    if isinstance(expires, timedelta):
+        checked["expires"] = expires.total_seconds()
+    elif expires is not None and (
+        isinstance(expires, bool) or not isinstance(expires, (int, float, datetime))
+    ):
+        raise invalid("options['expires']", expires, "seconds, a timedelta or a datetime")
+    serializer = options.get("serializer")
+    if serializer is not None and serializer not in registry.name_to_type:
+        known = ", ".join(sorted(map(str, registry.name_to_type)))
+        raise invalid("options['serializer']", serializer, f"one of {known}")
+    priority = options.get("priority")
+    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
+        raise invalid("options['priority']", priority, "a whole number")
+    headers = options.get("headers")
+    if headers is not None and not isinstance(headers, Mapping):
+        raise invalid("options['headers']", headers, "a dict")
+    return checked
+
+
+def check_size(definition: Definition) -> Definition:
+    """Return the definition, unless it is too large to be stored.
+
+    Raises:
+        InvalidTimerError: it takes more than 1 MiB.
+    """
+    size = len(definition.blob)
+    if size > MAX_DEFINITION_BYTES:
+        raise InvalidTimerError(
+            f"timer {shown(definition.name)} takes {size} bytes; expected at most {MAX_DEFINITION_BYTES} in JSON"
+        )
+    return definition
+
+
+def _same(given: Any, returned: Any) -> bool:
+    if isinstance(given, Mapping):
+        return (
+            isinstance(returned, dict)
+            and given.keys() == returned.keys()
+            and all(_same(value, returned[key]) for key, value in given.items())
+        )
+    if isinstance(given, (list, tuple)):
+        return (
+            isinstance(returned, list)
+            and len(given) == len(returned)
+            and all(map(_same, given, returned))
+        )
+    if isinstance(given, float) and math.isnan(given):
+        return isinstance(returned, float) and math.isnan(returned)
+    return bool(given == returned)
+
+
+# ------------------------------------------------------------------ state
+
+
+@dataclass(frozen=True, slots=True)
+class TimerState:
+    """A timer's state as it is stored: everything but its definition."""
+
+    id: str
+    status: Status
+    revision: str
+    created_ms: int
+    due_ms: int | None = None  #: scheduled_at of the next run
+    at_ms: int | None = None  #: when it is looked at next: due_ms unless a publish was refused
+    last_run_ms: int | None = None  #: scheduled_at of the last run that was committed
+    last_sent_ms: int | None = (
+        None  #: scheduled_at of a run that was published, while its commit was refused
+    )
+    runs: int = 0
+    skipped: int = 0
+    attempts: int = 0  #: publishes refused since the last run
+    owner: str = UNASSIGNED
+    source: str = ""  #: where a static timer was declared
+    parent: str = ""  #: the timer that a trigger belongs to
+    reason: str = ""
+
+    @property
+    def last_scheduled_ms(self) -> int | None:
+        """The latest moment that has been sent."""
+        return max(
+            (ms for ms in (self.last_run_ms, self.last_sent_ms) if ms is not None), default=None
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Say whether this is a one-shot that has run: its arguments are gone."""
+        return self.status == "stopped" and self.reason == FINISHED
+
+
+#: The reason of a one-shot that is stopped because it has run.
+FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """A timer as its users see it."""
+
+    id: str
+    name: str
+    description: str
+    schedule: schedules.Schedule | None
+    task: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    options: dict[str, Any]
+    status: Status
+    instance: str | None
+    next_run_at: datetime | None
+    last_run_at: datetime | None
+    total_run_count: int
+    skipped: int
+    revision: str
+    created_at: datetime
+    source: str | None = None
+    reason: str | None = None
+
+    @classmethod
+    def from_stored(cls, state: TimerState, blob: str | None) -> Timer:
+        """Return the timer of a stored state and definition; one that cannot be read shows as broken."""
+        try:
+            definition = decode_definition(blob) if blob else None
+            status, reason = state.status, state.reason
+        except InvalidTimerError as exc:
+            definition, status, reason = None, "broken", state.reason or str(exc)
+        owned = status == "active" and state.owner != UNASSIGNED
+        return cls(
+            id=state.id,
+            name=definition.name if definition else _readable_name(blob),
+            description=definition.description if definition else "",
+            schedule=definition.schedule if definition else None,
+            task=definition.task if definition else "",
+            args=list(definition.args) if definition else [],
+            kwargs=dict(definition.kwargs) if definition else {},
+            options=dict(definition.options) if definition else {},
+            status=status,
+            instance=state.owner if owned else None,
+            next_run_at=_maybe_datetime(state.due_ms) if status == "active" else None,
+            last_run_at=_maybe_datetime(state.last_run_ms),
+            total_run_count=state.runs,
+            skipped=state.skipped,
+            revision=state.revision,
+            created_at=to_datetime(state.created_ms),
+            source=state.source or None,
+            reason=reason or None,
+        )
+
+
+def _maybe_datetime(moment_ms: int | None) -> datetime | None:
+    return None if moment_ms is None else to_datetime(moment_ms)
+
+
+def broken_blob(name: str, task: object) -> str:
+    """Return what is stored of an entry that could not be read: enough to list it."""
+    return _dumps({"name": name, "task": task if isinstance(task, str) else ""})
+
+
+def _readable_name(blob: str | None) -> str:
+    try:
+        name = json.loads(blob or "{}")["name"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+# ------------------------------------------------------------------ runs
+
+
+@dataclass(frozen=True)
+class Run:
+    """One occurrence of a timer, ready to be published."""
+
+    service: str
+    instance: str
+    timer_id: str  #: the timer that the callback sees; a trigger shows its parent
+    identity: str  #: the timer or trigger that this run belongs to
+    created_ms: int
+    scheduled_ms: int
+    number: int
+    definition: Definition
+
+    @cached_property
+    def task_id(self) -> str:
+        """The run's task id: the same for whoever sends it, however often."""
+        return str(
+            uuid.uuid5(
+                _RUNS, f"{self.service}/{self.identity}/{self.created_ms}/{self.scheduled_ms}"
+            )
+        )
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The ``dtimer`` header of the message."""
+        return {
+            "id": self.timer_id,
+            "name": self.definition.name,
+            "service": self.service,
+            "instance": self.instance,
+            "scheduled_at": to_datetime(self.scheduled_ms).isoformat(timespec="milliseconds"),
+            "run": self.number,
+        }
+
+
+# ------------------------------------------------------------------ instances
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to dispatch, held by one instance for one epoch.
+
+    ``trusted_until`` counts from the start of the request that renewed it and ends before the server's does; ``clock()``
+    of the membership is what it is compared with.
+    """
+
+    instance: str
+    epoch: int
+    trusted_until: float
+    heartbeat_ms: int = 0  #: the server's time of the heartbeat that renewed it
+    members: int = 0  #: counts the changes of membership
+
+    def is_valid(self, now: float) -> bool:
+        """Say whether the holder may still act; ``now`` is the clock that counts suspension."""
+        return now < self.trusted_until
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One running beat process, or embedded scheduler, of a service."""
+
+    id: str
+    service: str
+    host: str
+    port: int
+    status: str
+    epoch: int
+    started_at: datetime
+    heartbeat_at: datetime
+    version: str
+    dispatch: str
+    timers: int
+    sent: int
+    skipped: int
+    refused: int

@@ -1,0 +1,249 @@
+"""Sends runs to the broker through Celery, in confirmed mode: a run counts as sent once the broker has it.
+
+The messages are Celery's own, built by ``apply_async`` with the task's options, routes and signals. The connection is the
+publisher's own, with time limits, so that a frozen broker blocks neither for ever nor anybody else. On Redis the commands of a
+batch are captured and travel in one pipeline, whose replies say for each message whether it arrived; on other brokers each message
+is confirmed by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from celery import Celery
+from celery.beat import BeatLazyFunc
+from kombu.exceptions import OperationalError
+
+from celery_dtimer.capture import CapturingChannel, capture
+from celery_dtimer.errors import DistributedTimerError
+from celery_dtimer.model import Run
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_BATCH = 0.5  # seconds after which what is confirmed is to be committed
+_TIME_LIMITS = {
+    "redis": ("socket_timeout", "socket_connect_timeout"),
+    "amqp": ("read_timeout", "write_timeout"),
+}
+
+
+class BrokerDownError(DistributedTimerError):
+    """The broker could not be reached: this run and the rest of the batch were not sent."""
+
+
+class RefusedError(DistributedTimerError):
+    """The broker refused one message, which is tried again later."""
+
+
+class UnsendableError(DistributedTimerError):
+    """A message can not be built: its timer is set aside as broken."""
+
+
+#: What is said of a run: None when the broker has it, else why not.
+Outcome = RefusedError | UnsendableError | BrokerDownError | None
+
+
+class Publisher:
+    """Sends batches of runs on a broker connection of its own."""
+
+    def __init__(
+        self, app: Celery, *, timeout: float, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Prepare a publisher; nothing is contacted before the first run.
+
+        Args:
+            app: whose broker, tasks and routes are used.
+            timeout: seconds that one call to the broker may take, unless the app's transport options say otherwise.
+            on_progress: called after each message or batch that was confirmed or refused.
+        """
+        self._app = app
+        self._timeout = timeout
+        self._on_progress = on_progress
+        self._connection: Any = None
+        self._producer: Any = None
+        self._failures: tuple[type[BaseException], ...] = (OperationalError, OSError)
+
+    def __call__(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
+        """Send runs in order.
+
+        Args:
+            runs: what is to be sent.
+            may_send: asked before each send; no more is sent once it says no.
+
+        Returns:
+            an outcome for each run that was tried; fewer than runs when sending was not allowed any more, took too
+            long, or the broker is down.
+        """
+        down = self._connect()
+        if down is not None:
+            return [down]
+        self._app.set_current()  # result backends and canvas look for it in this thread
+        if isinstance(self._producer.channel, CapturingChannel):
+            return self._send_together(runs, may_send)
+        return self._send_each(runs, may_send)
+
+    def close(self) -> None:
+        """Drop the connection; the next run opens a new one."""
+        connection, self._connection, self._producer = self._connection, None, None
+        if connection is not None:
+            with contextlib.suppress(Exception):  # whatever state it is in, it is given up
+                connection.release()
+
+    # -- connection
+
+    def _connect(self) -> BrokerDownError | None:
+        if self._producer is not None:
+            return None
+        connection = self._connection = self._app.connection_for_write()
+        transport = connection.transport
+        self._failures = _failures_of(transport)
+        limits = dict.fromkeys(_TIME_LIMITS.get(transport.driver_type, ()), self._timeout)
+        if transport.driver_type == "amqp":
+            limits["confirm_publish"] = True
+        connection.transport_options = {**limits, **(connection.transport_options or {})}
+        connection.connect_timeout = min(connection.connect_timeout or self._timeout, self._timeout)
+        capture(transport)
+        try:
+            connection.connect()
+            producer = self._app.amqp.Producer(connection, auto_declare=False)
+            producer.channel  # noqa: B018 - opens it now, so that an unreachable broker shows here
+        except self._failures as exc:
+            return self._down(exc)
+        self._producer = producer
+        return None
+
+    def _down(self, exc: BaseException) -> BrokerDownError:
+        self.close()
+        return BrokerDownError(f"{type(exc).__name__}: {exc}")
+
+    # -- Redis: one pipeline
+
+    def _send_together(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
+        channel = self._producer.channel
+        outcomes: list[Outcome] = []
+        commands, ends = [], []
+        channel.take()
+        for run in runs:
+            try:
+                self._apply(run)
+                outcomes.append(None)
+            except (
+                self._failures
+            ):  # a declaration, or a look-up of bindings; nothing is on its way yet
+                self.close()
+                return self._send_each(runs, may_send)
+            except Exception as exc:  # noqa: BLE001 - whatever it is, it concerns this run alone
+                channel.take()
+                outcomes.append(_unsendable(exc))
+            commands += channel.take()
+            ends.append(len(commands))
+        if not may_send():
+            return []
+        try:
+            with channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
+                for name, args in commands:
+                    getattr(pipe, name)(*args)
+                replies = pipe.execute(raise_on_error=False)
+        except self._failures as exc:
+            return [self._down(exc)]
+        self._on_progress()
+        for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            errors = [reply for reply in replies[start:end] if isinstance(reply, Exception)]
+            outcomes[i] = _refused(errors[0]) if errors else outcomes[i]
+        if any(isinstance(outcome, RefusedError) for outcome in outcomes):
+            self.close()  # the broker's name may lead to another server by now
+        return outcomes
+
+    # -- any broker: each message by itself
+
+    def _send_each(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        deadline = time.monotonic() + _LONGEST_BATCH
+        for run in runs:
+            if not may_send() or time.monotonic() > deadline:
+                break
+            outcomes.append(self._send(run))
+            if isinstance(outcomes[-1], BrokerDownError):
+                break
+            self._on_progress()
+        return outcomes
+
+    def _send(self, run: Run) -> Outcome:
+        """Send one run; what fails on a fresh connection too is the message's own fault."""
+        failure: BaseException
+        for _ in range(2):
+            down = self._connect()
+            if down is not None:
+                return down
+            try:
+                self._apply(run)
+                self._flush()
+            except self._failures as exc:
+                failure = exc
+                self.close()
+            except Exception as exc:  # noqa: BLE001 - whatever it is, it concerns this run alone
+                return _unsendable(exc)
+            else:
+                return None
+        return _refused(failure)
+
+    def _flush(self) -> None:
+        """Send what one run left in a capturing channel."""
+        channel = self._producer.channel
+        if isinstance(channel, CapturingChannel):
+            with channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
+                for name, args in channel.take():
+                    getattr(pipe, name)(*args)
+                pipe.execute()
+
+    # -- Celery
+
+    def _apply(self, run: Run) -> None:
+        definition, options = run.definition, dict(run.definition.options)
+        task = self._app.tasks.get(definition.task)
+        ignore_result = options.pop("ignore_result", None if task is None else task.ignore_result)
+        # Nobody waits for the result here: with ignore_result Celery does not subscribe to it, which would
+        # last as long as the process; the header tells the worker what the task says.
+        headers = {"ignore_result": ignore_result, **(options.pop("headers", None) or {})}
+        options.setdefault("retry", False)  # the timer tries again, not the call
+        options.update(
+            task_id=run.task_id,
+            producer=self._producer,
+            ignore_result=True,
+            headers={**headers, "celery_beat_task": True, "dtimer": run.header},
+        )
+        args = [_evaluated(value) for value in definition.args]
+        kwargs = {key: _evaluated(value) for key, value in definition.kwargs.items()}
+        if task is None:
+            self._app.send_task(definition.task, args, kwargs, **options)
+        else:
+            task.apply_async(args, kwargs, **options)
+
+
+def _failures_of(transport: Any) -> tuple[type[BaseException], ...]:
+    """Return what a transport raises for a broker's fault.
+
+    Some list KeyError among their connection errors; here that is an unknown queue or serializer.
+    """
+    listed = (*transport.connection_errors, *transport.channel_errors)
+    return (
+        OperationalError,
+        OSError,
+        *(kind for kind in listed if not issubclass(kind, LookupError)),
+    )
+
+
+def _unsendable(exc: Exception) -> UnsendableError:
+    return UnsendableError(f"its message can not be built: {type(exc).__name__}: {exc}")
+
+
+def _refused(exc: BaseException) -> RefusedError:
+    return RefusedError(f"{type(exc).__name__}: {exc}")
+
+
+def _evaluated(value: Any) -> Any:
+    return value() if isinstance(value, BeatLazyFunc) else value

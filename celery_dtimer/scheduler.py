@@ -1,0 +1,337 @@
+"""The ``celery.beat`` scheduler: wires the parts together and runs them.
+
+Three threads work for an instance: the loop dispatches, the membership keeps the lease, and the listener hears wake-ups. `tick`, in
+the thread that Celery's beat gives us, only waits: Celery's signal handler may interrupt that thread at any point, and must not find it in the middle of a
+request to Redis or to the broker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from celery import Celery
+from celery.beat import Scheduler
+
+import celery_dtimer
+from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
+from celery_dtimer.dispatcher import Dispatcher, Pass
+from celery_dtimer.errors import DistributedTimerError, FencedError
+from celery_dtimer.membership import Identity, Membership, MembershipThread, leave, local_host
+from celery_dtimer.model import Lease, new_instance_id, process_instance_id
+from celery_dtimer.policy import retry_delay
+from celery_dtimer.publisher import Publisher
+from celery_dtimer.settings import Settings
+from celery_dtimer.store import Store
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT = 1.0  # seconds that a turn of the loop, or a tick, waits at most
+_LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
+
+
+class Loop:
+    """The dispatch loop of one instance; `step` is one turn."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        membership: Membership,
+        static: StaticSchedule,
+        *,
+        longest_wait: float,
+    ) -> None:
+        """Prepare a loop; ``longest_wait`` bounds the seconds that `step` answers."""
+        self._dispatcher = dispatcher
+        self._membership = membership
+        self._static = static
+        self._longest_wait = longest_wait
+        self._reconciled: tuple[int, int] | None = None
+        self._broker_failures = 0
+        self._store_failures = 0
+
+    def step(self) -> float:
+        """Dispatch what is due; return the seconds until the next turn, unless a wake-up comes first."""
+        lease = self._membership.lease
+        if lease is None:
+            return self._waiting(self._longest_wait)
+        try:
+            self._reconcile(lease)
+            done = self._dispatcher.step(lease)
+        except FencedError:
+            logger.warning("Epoch %s is over: dropping what it held", lease.epoch)
+            self._membership.report_fenced(lease.epoch)
+            return self._waiting(self._longest_wait)
+        except DistributedTimerError as exc:
+            self._store_failures += 1
+            if self._store_failures == 1:
+                logger.error("Dispatch waits: %s", exc)  # noqa: TRY400 - an outage is one line
+            return self._waiting(retry_delay(self._store_failures))
+        if self._store_failures:
+            logger.info("Dispatch goes on: Redis answers again")
+            self._store_failures = 0
+        return self._after(done)
+
+    def settle(self, lease: Lease) -> None:
+        """Commit what was published and not committed yet."""
+        self._dispatcher.settle(lease)
+
+    def _reconcile(self, lease: Lease) -> None:
+        seen = (lease.epoch, lease.members)
+        if seen != self._reconciled:
+            self._static.reconcile(lease)
+            self._reconciled = seen
+
+    def _after(self, done: Pass) -> float:
+        if done.sent or done.refused or done.broken or done.missing:
+            logger.info(
+                "Dispatched %s runs (%s refused, %s broken, %s missing)",
+                done.sent,
+                done.refused,
+                done.broken,
+                done.missing,
+            )
+        if done.broker_down:
+            self._broker_failures += 1
+            if self._broker_failures == 1:
+                logger.error("The broker does not answer; its runs wait")
+            return self._waiting(retry_delay(self._broker_failures))
+        if self._broker_failures and done.sent:
+            logger.info("The broker answers again")
+            self._broker_failures = 0
+        if done.more:
+            return self._waiting(0.0)
+        next_in = self._longest_wait if done.next_in is None else done.next_in
+        return self._waiting(min(max(next_in, 0.0), self._longest_wait))
+
+    def _waiting(self, seconds: float) -> float:
+        self._membership.report_progress(seconds)
+        return seconds
+
+
+class Runtime:
+    """The running parts of one instance: `start` runs them, `stop` hands its timers over and ends them."""
+
+    def __init__(
+        self,
+        app: Celery,
+        settings: Settings,
+        declaration: Declaration,
+        instance: str,
+        *,
+        max_interval: float,
+    ) -> None:
+        """Prepare the parts; nothing is contacted before `start`."""
+        self.settings = settings
+        self.instance = instance
+        identity = Identity(
+            instance,
+            local_host(),
+            int(instance.split(":")[1]),
+            celery_dtimer.__version__,
+            "confirmed",
+        )
+        self._woken = threading.Event()
+        self._stopped = threading.Event()
+        self._membership = Membership(Store(settings), identity, on_lease=self._woken.set)
+        self._store = Store(settings)
+        self._listening_store = Store(settings)
+        self._publisher = Publisher(
+            app, timeout=settings.call_timeout, on_progress=self._membership.report_progress
+        )
+        dispatcher = Dispatcher(
+            self._store,
+            self._publisher,
+            bound=declaration.bound,
+            may_send=lambda lease: lease.epoch == getattr(self._membership.lease, "epoch", None),
+            on_progress=self._membership.report_progress,
+        )
+        self._loop = Loop(
+            dispatcher,
+            self._membership,
+            StaticSchedule(self._store, declaration, self._membership.report_progress),
+            longest_wait=min(_LONGEST_WAIT, settings.check_interval, max_interval),
+        )
+        self._membership_thread = MembershipThread(self._membership)
+        self._threads = [
+            threading.Thread(target=self._run_loop, name="dtimer-loop", daemon=True),
+            threading.Thread(target=self._run_listener, name="dtimer-listener", daemon=True),
+        ]
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._membership_thread.start()
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the runtime stops, or for ``timeout`` seconds.
+
+        Raises:
+            BaseException: what ended the loop, if it failed.
+        """
+        self._stopped.wait(timeout)
+        if self.failure is not None:
+            raise self.failure
+
+    def stop(self) -> None:
+        """End the threads, commit what was published, and hand the timers over; within `_LEAVE_WITHIN` seconds."""
+        until = time.monotonic() + _LEAVE_WITHIN
+        lease = self._membership.lease
+        self._stopped.set()
+        self._woken.set()
+        self._threads[0].join(_LEAVE_WITHIN / 2)
+        self._membership_thread.stop(max(0.0, until - time.monotonic()) / 3)
+        lease = self._membership.lease or lease
+        if lease is not None:
+            self._leave(lease, until)
+        if not self._threads[0].is_alive():
+            self._publisher.close()
+
+    def _leave(self, lease: Lease, until: float) -> None:
+        # Its own connection: the others may be in the middle of a reply.
+        store = Store(self.settings, timeout=max(0.1, (until - time.monotonic()) * 0.8))
+        try:
+            moved = leave(store, lease, until=until)
+            logger.info("Instance %s has left: %s timers handed over", lease.instance, moved)
+        except FencedError:
+            logger.info("Instance %s had lost its registration before it left", lease.instance)
+        except DistributedTimerError as exc:
+            logger.warning(
+                "Instance %s could not hand its timers over, the failure check will: %s",
+                lease.instance,
+                exc,
+            )
+        finally:
+            store.close()
+
+    def _run_loop(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                self._woken.clear()
+                wait = self._loop.step()
+                if wait > 0:
+                    self._woken.wait(wait)
+            lease = self._membership.lease
+            if lease is not None:
+                self._loop.settle(lease)
+        except DistributedTimerError as exc:
+            logger.warning("The last commit failed: %s", exc)
+        except BaseException as exc:
+            logger.exception("The dispatch loop has failed")
+            self.failure = exc
+            self._stopped.set()
+        finally:
+            self._store.close()
+
+    def _run_listener(self) -> None:
+        failures = 0
+        while not self._stopped.is_set():
+            try:
+                self._listening_store.listen(self.instance, self._woken.set, self._stopped)
+                failures = 0
+            except DistributedTimerError as exc:
+                failures += 1
+                logger.debug("The listener for wake-ups reconnects: %s", exc)
+                self._stopped.wait(retry_delay(failures))
+
+
+class DistributedScheduler(Scheduler):  # type: ignore[misc]
+    """A scheduler for ``celery beat`` of which any number of instances share one schedule.
+
+    ``beat_scheduler = "celery_dtimer:DistributedScheduler"``, or ``celery beat -S dtimer``.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        *args: Any,
+        lazy: bool = False,
+        embedded: bool = False,
+        service: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Read the settings and the static schedule; Redis is contacted by the first `tick`.
+
+        Args:
+            app: the Celery app.
+            *args: as `celery.beat.Scheduler` takes them.
+            lazy: set by Celery when it only wants `info` for its banner.
+            embedded: the instance gets an id of its own, since one process may run several.
+            service: a service to use in place of the app's own.
+            **kwargs: as `celery.beat.Scheduler` takes them; ``schedule_filename`` is accepted and ignored.
+
+        Raises:
+            SettingsError: a setting cannot be used.
+        """
+        self.settings = Settings.from_app(app, service)
+        self.instance = new_instance_id() if embedded else process_instance_id()
+        self._declaration = Declaration(_source(app))
+        self._runtime: Runtime | None = None
+        self._in_tick = False
+        self._closed = False
+        super().__init__(app, *args, lazy=lazy, **kwargs)
+
+    def setup_schedule(self) -> None:
+        """Read the static schedule from the app's configuration, with Celery's own default entries."""
+        entries = declared(self.app)
+        self.install_default_entries(entries)
+        entries.update(
+            (name, entry) for name, entry in self.schedule.items() if name not in entries
+        )
+        self._declaration = declaration_of(self.app, self._declaration.source, entries)
+
+    def tick(self, *_: Any, **__: Any) -> float:
+        """Wait while the loop works; return 0, since all waiting is done here."""
+        self._in_tick = True
+        try:
+            if not self._closed:
+                self.start()
+                assert self._runtime is not None  # noqa: S101 - start() has made it
+                self._runtime.wait(_LONGEST_WAIT)
+        finally:
+            self._in_tick = False
+        return 0.0
+
+    def start(self) -> None:
+        """Start to dispatch, unless that has been done."""
+        if self._runtime is None:
+            self._runtime = Runtime(
+                self.app,
+                self.settings,
+                self._declaration,
+                self.instance,
+                max_interval=self.max_interval,
+            )
+            self._runtime.start()
+
+    def close(self) -> None:
+        """Hand the timers over and end; safe to be called again.
+
+        Celery calls it inside its signal handler, where nothing may be waited for, and again afterwards.
+        """
+        if self._in_tick or self._closed:
+            return
+        self._closed = True
+        if self._runtime is not None:
+            self._runtime.stop()
+        super().close()
+
+    @property
+    def info(self) -> str:
+        """The banner's lines: service, instance, Redis without secrets, dispatch."""
+        lines: Mapping[str, str] = {
+            "service": self.settings.service,
+            "instance": self.instance,
+            "timers": self.settings.masked_url,
+            "dispatch": self.settings.dispatch,
+        }
+        return "\n".join(f"    . {name} -> {value}" for name, value in lines.items())
+
+
+def _source(app: Celery) -> str:
+    return app.main or "__main__"

@@ -1,0 +1,163 @@
+"""The settings of a service, read from the Celery app once and checked at construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from celery import Celery
+from kombu.utils.url import maybe_sanitize_url
+
+from celery_dtimer.errors import SettingsError, shown
+
+#: The URL schemes that ``dtimer_redis_url`` accepts.
+SCHEMES = ("redis", "rediss", "redis+socket", "unix", "embedded")
+
+_DEFAULTS: dict[str, Any] = {
+    "dtimer_redis_url": None,
+    "dtimer_redis_options": {},
+    "dtimer_service": None,
+    "dtimer_key_prefix": "",
+    "dtimer_heartbeat_interval": 5,
+    "dtimer_check_interval": 1,
+    "dtimer_failure_check_interval": 10,
+    "dtimer_instance_timeout": 30,
+    "dtimer_batch_size": 500,
+    "dtimer_dispatch": "auto",
+    "dtimer_keep_finished": timedelta(days=7),
+}
+
+
+def defaults() -> dict[str, Any]:
+    """Return every setting's name with its default, as the README's table lists them."""
+    return dict(_DEFAULTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How one service keeps and fires its timers; times in seconds."""
+
+    service: str
+    redis_url: str = field(repr=False)
+    redis_options: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    key_prefix: str = ""
+    heartbeat_interval: float = 5.0
+    check_interval: float = 1.0
+    failure_check_interval: float = 10.0
+    instance_timeout: float = 30.0
+    batch_size: int = 500
+    dispatch: str = "auto"
+    keep_finished: float = 7 * 86400.0
+
+    @classmethod
+    def from_app(cls, app: Celery, service: str | None = None) -> Settings:
+        """Return the settings of a Celery app.
+
+        Args:
+            app: the app whose configuration is read.
+            service: a service to use in place of the app's own.
+
+        Raises:
+            SettingsError: a value cannot be used; the message names the setting and what is accepted.
+        """
+        conf = {name: app.conf.get(name, default) for name, default in _DEFAULTS.items()}
+        return cls(
+            service=_service(app, service or conf["dtimer_service"]),
+            redis_url=_redis_url(app, conf["dtimer_redis_url"]),
+            redis_options=_options(conf["dtimer_redis_options"]),
+            key_prefix=conf["dtimer_key_prefix"],
+            heartbeat_interval=_seconds("dtimer_heartbeat_interval", conf),
+            check_interval=_seconds("dtimer_check_interval", conf),
+            failure_check_interval=_seconds("dtimer_failure_check_interval", conf),
+            instance_timeout=_seconds("dtimer_instance_timeout", conf),
+            batch_size=conf["dtimer_batch_size"],
+            dispatch=conf["dtimer_dispatch"],
+            keep_finished=_seconds("dtimer_keep_finished", conf, zero=True),
+        )
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work."""
+        if not isinstance(self.key_prefix, str) or set("{}") & set(self.key_prefix):
+            raise _bad("dtimer_key_prefix", self.key_prefix, "a str without braces")
+        size = self.batch_size
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 10_000:
+            raise _bad("dtimer_batch_size", size, "a whole number from 1 to 10000")
+        if self.dispatch not in ("auto", "confirmed"):
+            raise _bad("dtimer_dispatch", self.dispatch, '"auto" or "confirmed"')
+        if self.instance_timeout <= 2 * self.heartbeat_interval:
+            raise SettingsError(
+                f"dtimer_instance_timeout={self.instance_timeout:g} must be more than twice "
+                f"dtimer_heartbeat_interval={self.heartbeat_interval:g}: a single late heartbeat "
+                "would count as a death"
+            )
+        if self.check_interval > self.instance_timeout / 2:
+            raise SettingsError(
+                f"dtimer_check_interval={self.check_interval:g} must be at most half of "
+                f"dtimer_instance_timeout={self.instance_timeout:g}: a loop that waits longer looks dead"
+            )
+
+    @property
+    def call_timeout(self) -> float:
+        """The seconds that one call to Redis or to the broker may take."""
+        return self.instance_timeout / 3
+
+    @property
+    def masked_url(self) -> str:
+        """The Redis URL without its secrets and options, fit to be shown."""
+        shown_url: str = maybe_sanitize_url(self.redis_url.partition("?")[0])
+        return shown_url
+
+
+def _bad(name: str, value: object, accepted: str) -> SettingsError:
+    return SettingsError(f"{name}={shown(value)} is not accepted; expected {accepted}")
+
+
+def _seconds(name: str, conf: Mapping[str, Any], *, zero: bool = False) -> float:
+    value = conf[name]
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    usable = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not usable or not (0 if zero else 1e-9) <= seconds < float("inf"):
+        raise _bad(
+            name,
+            value,
+            "seconds as a number, or a timedelta, " + ("0 or more" if zero else "more than 0"),
+        )
+    return float(seconds)
+
+
+def _options(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise SettingsError(
+            f"dtimer_redis_options is a {type(value).__name__}; expected a dict of redis-py options"
+        )
+    return dict(value)
+
+
+def _service(app: Celery, name: object) -> str:
+    name = name or (app.main if app.main != "__main__" else None)
+    if not name:
+        raise SettingsError(
+            "dtimer_service is not set, and the Celery app has no main name to take: set dtimer_service "
+            'to a name that all beats of this schedule share, such as "orders"'
+        )
+    if not isinstance(name, str):
+        raise _bad("dtimer_service", name, "a str")
+    return name
+
+
+def _redis_url(app: Celery, url: object) -> str:
+    name = "dtimer_redis_url" if url else "broker_url"
+    url = url or app.conf.broker_write_url or app.conf.broker_url
+    if isinstance(url, (list, tuple)):
+        url = url[0] if url else None
+    accepted = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    if not isinstance(url, str) or urlsplit(url).scheme not in SCHEMES:
+        scheme = urlsplit(url).scheme if isinstance(url, str) else url
+        raise SettingsError(
+            f"dtimer_redis_url is not set, or not usable: the timers need a Redis server, and {name} has the "
+            f"scheme {scheme!r}; expected one of {accepted}"
+        )
+    return url.split(";")[0]

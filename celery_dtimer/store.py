@@ -1,0 +1,771 @@
+"""Where the timers live: the only module that imports redis.
+
+`Keys` names every key, the files in ``lua/`` are the transitions, and `Store` calls them and turns their answers into
+values and errors. Every call is one round trip, has a time limit, and is never repeated here: redis-py's own retries are
+off, since a lost reply does not say whether the script ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, NoReturn
+from urllib.parse import quote, urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from celery_dtimer import policy
+from celery_dtimer.errors import ConflictError, FencedError, StoreError, StoreUnavailableError
+from celery_dtimer.model import (
+    MAX_DEFINITION_BYTES,
+    UNASSIGNED,
+    Definition,
+    Instance,
+    Status,
+    Timer,
+    TimerState,
+    timer_id,
+    to_datetime,
+)
+from celery_dtimer.settings import Settings
+
+#: Timers that one call of a script takes, so that it stays under 5 ms.
+BATCH = 200
+_BATCH_BYTES = MAX_DEFINITION_BYTES
+_CONFLICTS = 20  # times that an upsert is computed anew when others write the same timer
+
+_SCRIPTS = (
+    "register heartbeat leave reap rebalance upsert delete pause resume stop trigger due commit declare undeclare purge scrub"
+).split()
+_FENCED, _BUSY = -1, -2
+
+# What a server answers that will serve later, or that is no longer the right one.
+_PASSING = (
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    TryAgainError,
+)
+
+
+def encode_name(name: str) -> str:
+    """Return a name as it stands in keys: letters, digits, ``-``, ``_`` and ``~`` as they are, the rest percent-encoded."""
+    return quote(name, safe="", errors="surrogatepass").replace(".", "%2E")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Every key of one service, all in one hash slot.
+
+    ===============================  ======  ==========================================================
+    ``timer:{s}:<id>``               hash    a timer's state
+    ``timer_definition:{s}:<id>``    string  its definition, JSON
+    ``timer_queue:{s}``              zset    active timers by ``at`` in ms: the truth about when
+    ``inactive_timers:{s}``          zset    paused, stopped and broken ones by when they are purged
+    ``triggers:{s}:<id>``            set     the pending hidden one-shots of a timer
+    ``instance:{s}:<instance>``      hash    one instance
+    ``service_instances:{s}``        zset    registered instances by their last heartbeat in ms
+    ``instance_timers:{s}:<inst.>``  zset    the timers that an instance owns by ``at``: the truth about who
+    ``static_timers:{s}:<source>``   set     the static timers of a source
+    ``declaration:{s}:<digest>``     set     the static timers that some code declares
+    ``declarations:{s}:<source>``    zset    declarations by when they were first seen
+    ``meta:{s}``                     hash    last epoch, count of membership changes, mover
+    ``never:{s}``                    --      never exists (see ``prelude.lua``)
+    ``wake:{s}:<instance>``          channel wakes an instance
+    ===============================  ======  ==========================================================
+    """
+
+    service: str
+    prefix: str = ""
+
+    def __call__(self, what: str, id: str | None = None) -> str:
+        """Return the key for ``what`` of the service, or of one id in it."""
+        key = f"{self.prefix}{what}:{{{encode_name(self.service)}}}"
+        return key if id is None else f"{key}:{id}"
+
+
+@cache
+def script_source(name: str) -> str:
+    """Return the text of a script with the prelude in front."""
+    folder = resources.files("celery_dtimer") / "lua"
+    return f"{(folder / 'prelude.lua').read_text()}\n{(folder / f'{name}.lua').read_text()}"
+
+
+@cache
+def scripts() -> Mapping[str, str]:
+    """Return every script's name with the SHA-1 that Redis knows it by."""
+    return {name: hashlib.sha1(script_source(name).encode()).hexdigest() for name in _SCRIPTS}  # noqa: S324
+
+
+# ------------------------------------------------------------------ answers
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """The answer to a registration."""
+
+    epoch: int
+    now_ms: int
+    members: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The answer to a heartbeat."""
+
+    now_ms: int
+    members: int
+    next_expiry_ms: (
+        int | None
+    )  #: when another instance is dead, unless it is heard; 0: timers wait for an owner
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The answer to a script that moves timers; ``busy`` when another instance is moving some."""
+
+    count: int = 0
+    more: bool = False
+    busy: bool = False
+    next_expiry_ms: int | None = None
+    reaped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DueTimer:
+    """One due timer as it was read: what a commit compares."""
+
+    id: str
+    status: str  #: "" when its hash is gone or is something else
+    revision: str
+    created: str
+    due: str
+    runs: int
+    last_sent: str
+    attempts: int
+    parent: str
+    source: str
+
+    @property
+    def due_ms(self) -> int:
+        """The scheduled moment of its run."""
+        return int(self.due)
+
+    @property
+    def is_sent(self) -> bool:
+        """Say whether an earlier owner has published this run, and its commit was refused."""
+        return bool(self.last_sent) and self.last_sent == self.due
+
+    @property
+    def is_readable(self) -> bool:
+        """Say whether the state is whole."""
+        return bool(
+            self.status == "active"
+            and self.revision
+            and self.due.isdigit()
+            and self.created.isdigit()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one read of the due timers answers."""
+
+    now_ms: int
+    heartbeat_ms: int
+    next_ms: int | None  #: when the first timer behind these is to be looked at
+    timers: list[DueTimer]
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What was done with a due timer, for its commit."""
+
+    timer: DueTimer
+    done: str  #: run, refused, broken, missing or lacking
+    next_due_ms: int | None = None
+    skipped: int = 0
+    summary: str = ""
+    delay_ms: int = 0
+    reason: str = ""
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return the eight values that ``commit.lua`` takes for it."""
+        timer = self.timer
+        read = (timer.id, timer.created, timer.revision, timer.due, self.done)
+        if self.done == "run":
+            next_due = "" if self.next_due_ms is None else str(self.next_due_ms)
+            return (*read, next_due, str(self.skipped), self.summary)
+        return (*read, str(self.delay_ms), "", self.reason)
+
+
+#: The codes of ``commit.lua``.
+COMMITTED = 1
+COMMIT_REFUSALS = {
+    0: "owned by another instance",
+    -2: "changed meanwhile",
+    -3: "deleted",
+    -4: "not active",
+}
+
+
+# ------------------------------------------------------------------ the store
+
+
+class Store:
+    """The timers of one service; every method is one transition or one read.
+
+    Raises (every method):
+        StoreUnavailableError: Redis could not be reached, or did not answer within the time limit.
+        StoreError: Redis answered with an error.
+        FencedError: (methods that take an epoch) the instance is not registered with it any more.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        timeout: float | None = None,
+        clock: Callable[[], int] | None = None,
+    ) -> None:
+        """Prepare a store; nothing is contacted until it is used.
+
+        Args:
+            settings: the service, and where its Redis is.
+            timeout: seconds that a call may take; by default a third of the instance timeout.
+            clock: answers the time in ms in place of the server's clock, for tests.
+        """
+        self.settings = settings
+        self.keys = Keys(settings.service, settings.key_prefix)
+        self._timeout = timeout or settings.call_timeout
+        self._clock = clock
+        self._declared_keys = [self.keys("meta"), self.keys("never")]
+
+    # -- connection
+
+    @property
+    def client(self) -> redis.Redis:
+        """The Redis client, connected on first use."""
+        client = self.__dict__.get("_client")
+        if client is None:
+            client = self.__dict__["_client"] = connect(self.settings, self._timeout)
+        return client  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Drop the connection; the next use opens a new one."""
+        client = self.__dict__.pop("_client", None)
+        if client is not None:
+            with contextlib.suppress(RedisError, OSError):
+                client.close()
+                client.connection_pool.disconnect()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        now = "" if self._clock is None else str(self._clock())
+        keys_and_arguments = (*self._declared_keys, now, *arguments)
+        with self._errors():
+            try:
+                answer = self.client.evalsha(scripts()[name], 2, *keys_and_arguments)
+            except NoScriptError:
+                answer = self.client.eval(script_source(name), 2, *keys_and_arguments)
+        if answer == _FENCED:
+            raise FencedError(f"{name}: the epoch is over")
+        return answer
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (RedisConnectionError, RedisTimeoutError, OSError) as exc:
+            self.close()
+            raise StoreUnavailableError(
+                f"Redis at {self.settings.masked_url} does not answer: {exc}"
+            ) from exc
+        except RedisError as exc:
+            self._raise(exc)
+
+    def _raise(self, exc: RedisError) -> NoReturn:
+        if isinstance(exc, _PASSING) or str(exc).startswith("BUSY "):
+            self.close()  # the name may lead to another server by now
+            raise StoreUnavailableError(
+                f"Redis at {self.settings.masked_url} can not serve now: {exc}"
+            ) from exc
+        raise StoreError(f"Redis at {self.settings.masked_url} refused: {exc}") from exc
+
+    # -- membership
+
+    def register(self, instance: str, fields: Mapping[str, str | int]) -> Registration:
+        """Register an instance and return its epoch; ``fields`` go to its hash."""
+        settings = self.settings
+        timings = (
+            round(settings.heartbeat_interval * 1000),
+            round(settings.instance_timeout * 1000),
+        )
+        flat = [value for pair in fields.items() for value in pair]
+        epoch, now_ms, members = self._call("register", instance, *timings, *flat)
+        return Registration(int(epoch), now_ms, members)
+
+    def heartbeat(self, instance: str, epoch: int) -> Heartbeat:
+        """Renew an instance's lease."""
+        now_ms, members, expiry = self._call("heartbeat", instance, epoch)
+        return Heartbeat(now_ms, members, _expiry(expiry))
+
+    def leave(self, instance: str, epoch: int, limit: int = BATCH) -> Moved:
+        """Hand over a batch of the instance's timers; the registration goes with the last."""
+        moved, more = self._call("leave", instance, epoch, limit)
+        return Moved(moved, bool(more))
+
+    def reap(self, instance: str, epoch: int, limit: int = BATCH) -> Moved:
+        """Move a batch of the timers of dead instances, and of nobody, to the live ones."""
+        answer = self._call("reap", instance, epoch, limit)
+        if answer == _BUSY:
+            return Moved(busy=True)
+        return Moved(answer[0], bool(answer[1]), False, _expiry(answer[2]), tuple(answer[3:]))
+
+    def rebalance(self, instance: str, epoch: int, drift: int = 0, limit: int = BATCH) -> Moved:
+        """Move a batch of timers from instances with more than their share; ``drift`` percent are left alone."""
+        answer = self._call("rebalance", instance, epoch, drift, limit)
+        return Moved(busy=True) if answer == _BUSY else Moved(answer[0], bool(answer[1]))
+
+    def declare(
+        self, instance: str, epoch: int, source: str, digest: str, ids: Sequence[str]
+    ) -> bool:
+        """Say which static timers the instance's code declares; return whether this declaration counts."""
+        source = encode_name(source)
+        for batch in _chunks(ids, 1000):
+            self._call("declare", instance, epoch, source, digest, 0, *batch)
+        return bool(self._call("declare", instance, epoch, source, digest, 1))
+
+    def undeclare(self, instance: str, epoch: int, source: str, ids: Sequence[str]) -> list[str]:
+        """Delete those static timers that no live instance of the source declares; return their ids."""
+        answer = self._call("undeclare", instance, epoch, encode_name(source), *ids)
+        return list(answer)
+
+    def static_timers(self, source: str) -> set[str]:
+        """Return the ids of a source's static timers."""
+        with self._errors():
+            members: set[str] = self.client.smembers(
+                self.keys("static_timers", encode_name(source))
+            )  # type: ignore[assignment]
+        return members
+
+    def purge(self, limit: int = BATCH) -> int:
+        """Remove one-shots that ran long enough ago; return how many."""
+        return int(self._call("purge", limit))
+
+    def scrub(
+        self, instance: str, epoch: int, position: int, limit: int = BATCH
+    ) -> tuple[int, list[tuple[str, str]]]:
+        """Repair a window of the queue; return where to go on, and what was wrong with which timer."""
+        following, *repairs = self._call("scrub", instance, epoch, position, limit)
+        return following, list(zip(repairs[::2], repairs[1::2], strict=True))
+
+    def instances(self) -> list[Instance]:
+        """Return the registered instances, oldest first."""
+        with self._errors():
+            scored = self.client.zrange(self.keys("service_instances"), 0, -1, withscores=True)
+            pipe = self.client.pipeline(transaction=False)
+            for instance, _ in scored:
+                pipe.hgetall(self.keys("instance", instance))
+                pipe.zcard(self.keys("instance_timers", instance))
+            answers = pipe.execute(raise_on_error=False)
+        rows = zip(scored, answers[::2], answers[1::2], strict=True)
+        found = [
+            _instance(hash_, owned) for _, hash_, owned in rows if isinstance(hash_, dict) and hash_
+        ]
+        return sorted(found, key=lambda instance: (instance.started_at, instance.id))
+
+    def instance_epoch(self, instance: str) -> int | None:
+        """Return the epoch that an instance is registered with."""
+        with self._errors():
+            epoch = self.client.hget(self.keys("instance", instance), "epoch")
+        return int(epoch) if epoch else None  # type: ignore[arg-type]
+
+    # -- firing
+
+    def due(self, instance: str, epoch: int, limit: int) -> Turn:
+        """Read the instance's due timers, soonest first."""
+        answer = self._call("due", instance, epoch, limit)
+        now_ms, heartbeat_ms, next_ms = answer[:3]
+        timers = [
+            DueTimer(
+                id,
+                status,
+                revision,
+                created,
+                due,
+                _number(runs),
+                last_sent,
+                _number(attempts),
+                parent,
+                source,
+            )
+            for id, status, revision, created, due, runs, last_sent, attempts, parent, source in zip(
+                *(answer[start::10] for start in range(3, 13)), strict=True
+            )
+        ]
+        return Turn(now_ms, heartbeat_ms, next_ms if next_ms >= 0 else None, timers)
+
+    def commit(
+        self, instance: str, epoch: int, sequence: int, settlements: Sequence[Settlement]
+    ) -> list[int]:
+        """Settle a batch of due timers; return one code for each (see ``commit.lua``).
+
+        At most `BATCH` settlements; the same ``sequence`` again returns the first answer and changes nothing.
+        """
+        keep_ms = round(self.settings.keep_finished * 1000)
+        arguments = [value for settlement in settlements for value in settlement.arguments()]
+        codes = self._call("commit", instance, epoch, sequence, keep_ms, *arguments)
+        return list(codes)
+
+    def definitions(self, ids: Sequence[str]) -> list[str | None]:
+        """Return the stored definition of each id."""
+        return [blob for batch in _chunks(ids, BATCH) for blob in self._blobs(batch)]
+
+    def _blobs(self, ids: Sequence[str]) -> list[str | None]:
+        with self._errors():
+            pipe = self.client.pipeline(transaction=False)
+            for id in ids:
+                pipe.get(self.keys("timer_definition", id))
+            return [
+                blob if isinstance(blob, str) else None
+                for blob in pipe.execute(raise_on_error=False)
+            ]
+
+    # -- timers
+
+    def now_ms(self) -> int:
+        """Return the server's time."""
+        if self._clock is not None:
+            return self._clock()
+        with self._errors():
+            seconds, micros = self.client.time()  # type: ignore[misc]
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    def save(
+        self,
+        definitions: Sequence[Definition],
+        *,
+        source: str = "",
+        last_runs_ms: Mapping[str, int] | None = None,
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Create the timers, or update those that differ; return how many changed.
+
+        A definition that is stored already changes nothing. Writing the same again is safe.
+
+        Args:
+            definitions: of different names.
+            source: where static timers are declared.
+            last_runs_ms: when a timer that is new here ran last, by name.
+            on_batch: called after each batch.
+
+        Raises:
+            ConflictError: others kept changing one of the timers.
+        """
+        changed = 0
+        for batch in _sized_chunks(definitions):
+            changed += self._save_batch(batch, encode_name(source), last_runs_ms or {})
+            on_batch()
+        return changed
+
+    def replace(self, state: TimerState, definition: Definition) -> bool:
+        """Give a timer another definition; return False when it is not in this state any more."""
+        arming = policy.arm(definition, state, self.now_ms())
+        if arming is None:
+            return True
+        return bool(self._upsert([_upsert_arguments(definition, state, arming, state.source)])[0])
+
+    def _save_batch(
+        self, batch: Sequence[Definition], source: str, last_runs_ms: Mapping[str, int]
+    ) -> int:
+        changed, waiting = 0, list(batch)
+        for _ in range(_CONFLICTS):
+            now_ms, states = self.states([definition.id for definition in waiting])
+            armed = []
+            for definition, state in zip(waiting, states, strict=True):
+                arming = policy.arm(
+                    definition,
+                    state,
+                    now_ms,
+                    last_run_ms=last_runs_ms.get(definition.name),
+                    adopt=bool(source and state and state.source != source),
+                )
+                if arming is not None:
+                    armed.append((definition, state, arming))
+            codes = self._upsert([_upsert_arguments(*each, source) for each in armed])
+            changed += sum(1 for code in codes if code)
+            waiting = [
+                definition for (definition, *_), code in zip(armed, codes, strict=True) if not code
+            ]
+            if not waiting:
+                return changed
+        raise ConflictError(
+            f"timer {waiting[0].name!r} was changed by others {_CONFLICTS} times while it was written"
+        )
+
+    def save_broken(self, entries: Mapping[str, tuple[str, str]], *, source: str) -> None:
+        """List entries that could not be read: name to what is known of it and the reason."""
+        for batch in _chunks(list(entries.items()), BATCH):
+            _, states = self.states([timer_id(name) for name, _ in batch])
+            rows = []
+            for (name, (blob, reason)), state in zip(batch, states, strict=True):
+                revision = hashlib.blake2b(
+                    f"{blob}\n{reason}".encode(), digest_size=12
+                ).hexdigest()[:16]
+                if state is None or state.revision != revision:
+                    read = (state.revision, state.status) if state else ("", "")
+                    rows.append(
+                        (
+                            timer_id(name),
+                            *read,
+                            revision,
+                            "broken",
+                            "",
+                            encode_name(source),
+                            reason,
+                            blob,
+                            0,
+                        )
+                    )
+            self._upsert(rows)
+
+    def _upsert(self, rows: Sequence[tuple[Any, ...]]) -> list[int]:
+        if not rows:
+            return []
+        return list(self._call("upsert", *(value for row in rows for value in row)))
+
+    def states(self, ids: Sequence[str]) -> tuple[int, list[TimerState | None]]:
+        """Return the server's time and the state of each timer; None for one that is not there, or is something else."""
+        with self._errors():
+            pipe = self.client.pipeline(transaction=False)
+            pipe.time()
+            for id in ids:
+                pipe.hgetall(self.keys("timer", id))
+            (seconds, micros), *rows = pipe.execute(raise_on_error=False)
+        now_ms = self._clock() if self._clock else int(seconds) * 1000 + int(micros) // 1000
+        return now_ms, [_state(id, row) for id, row in zip(ids, rows, strict=True)]
+
+    def timers(self, ids: Sequence[str]) -> list[Timer]:
+        """Return those of the timers that are there."""
+        found: list[Timer] = []
+        for batch in _chunks(ids, BATCH):
+            _, states = self.states(batch)
+            there = [state for state in states if state is not None and not state.parent]
+            blobs = self.definitions([state.id for state in there])
+            found += [
+                Timer.from_stored(state, blob) for state, blob in zip(there, blobs, strict=True)
+            ]
+        return found
+
+    def timer_ids(self) -> list[str]:
+        """Return every timer's id: active ones by their next time, then the others; triggers are among them."""
+        return [*self._by_score("timer_queue"), *self._by_score("inactive_timers")]
+
+    def owned_ids(self, instance: str) -> list[str]:
+        """Return the ids of the timers that an instance owns, by their next time."""
+        return self._by_score("instance_timers", instance)
+
+    def scores(self, what: str, id: str | None = None) -> dict[str, float]:
+        """Return a sorted set as members and scores; what is there all along is never missed, however the scores move."""
+        with self._errors():
+            return dict(self.client.zscan_iter(self.keys(what, id), count=1000))
+
+    def _by_score(self, what: str, id: str | None = None) -> list[str]:
+        scores = self.scores(what, id)
+        return sorted(scores, key=lambda member: (scores[member], member))
+
+    def pending_count(self, instance: str | None = None) -> int:
+        """Return how many active timers the service, or one instance, has."""
+        key = (
+            self.keys("timer_queue") if instance is None else self.keys("instance_timers", instance)
+        )
+        with self._errors():
+            return int(self.client.zcard(key))  # type: ignore[arg-type]
+
+    def delete(self, ids: Sequence[str]) -> list[bool]:
+        """Delete timers; return for each whether it was there."""
+        return [
+            bool(code) for batch in _chunks(ids, BATCH) for code in self._call("delete", *batch)
+        ]
+
+    def pause(self, id: str) -> int:
+        """Pause a timer; return the code of ``pause.lua``."""
+        return int(self._call("pause", id))
+
+    def stop(self, id: str) -> int:
+        """Stop a timer; return the code of ``stop.lua``."""
+        return int(self._call("stop", id))
+
+    def resume(self, id: str, revision: str, status: Status, due_ms: int, skipped: int) -> int:
+        """Resume a timer; return the code of ``resume.lua``."""
+        return int(self._call("resume", id, revision, status, due_ms, skipped))
+
+    def trigger(self, id: str, trigger_id: str) -> int:
+        """Run a timer now; return the code of ``trigger.lua``."""
+        return int(self._call("trigger", id, trigger_id))
+
+    # -- wake-ups
+
+    def wake(self, instance: str) -> None:
+        """Wake an instance that waits."""
+        with self._errors():
+            self.client.publish(self.keys("wake", instance), "")
+
+    def listen(
+        self, instance: str, on_wake_up: Callable[[], None], stopped: threading.Event
+    ) -> None:
+        """Call ``on_wake_up`` for every wake-up of the instance until ``stopped`` is set.
+
+        It is called once at the start too, since what came before the subscription was not heard.
+        """
+        with self._errors():
+            pubsub = self.client.pubsub(ignore_subscribe_messages=True)
+            try:
+                pubsub.subscribe(self.keys("wake", instance))
+                on_wake_up()
+                while not stopped.is_set():
+                    if pubsub.get_message(timeout=self._timeout / 2) is not None:
+                        on_wake_up()
+            finally:
+                pubsub.close()
+
+
+def connect(settings: Settings, timeout: float) -> redis.Redis:
+    """Return a client for the service's Redis, with a time limit on every call and no retries of its own."""
+    url = settings.redis_url
+    if urlsplit(url).scheme == "embedded":
+        from celery_dtimer import embedded  # few need it, and it runs as a program of its own
+
+        url = embedded.resolve(url)
+    options: dict[str, Any] = {
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
+        "health_check_interval": 30,
+        **settings.redis_options,
+        "retry": Retry(NoBackoff(), 0),
+        "decode_responses": True,
+        "encoding_errors": "surrogateescape",
+    }
+    client: redis.Redis = redis.Redis.from_url(_redis_py_url(url), **options)
+    return client
+
+
+def _redis_py_url(url: str) -> str:
+    """Return a URL as redis-py writes it: Celery's ``redis+socket:///path?virtual_host=1`` is ``unix:///path?db=1``."""
+    if url.startswith("redis+socket://"):
+        return "unix://" + url.removeprefix("redis+socket://").replace("virtual_host=", "db=")
+    return url
+
+
+def _upsert_arguments(
+    definition: Definition, state: TimerState | None, arming: policy.Arming, source: str
+) -> tuple[Any, ...]:
+    due = "keep" if arming.keeps_due else arming.due_ms
+    return (
+        definition.id,
+        state.revision if state else "",
+        state.status if state else "",
+        definition.revision,
+        arming.status,
+        "" if due is None else due,
+        source,
+        "",
+        definition.blob,
+        int(state is not None and state.is_finished),
+    )
+
+
+def _state(id: str, row: object) -> TimerState | None:
+    if not isinstance(row, dict) or "revision" not in row:
+        return None
+    try:
+        return TimerState(
+            id=id,
+            status=row.get("status", "broken"),
+            revision=row["revision"],
+            created_ms=int(row.get("created", 0)),
+            due_ms=_maybe_int(row.get("due")),
+            at_ms=_maybe_int(row.get("at")),
+            last_run_ms=_maybe_int(row.get("last_run")),
+            last_sent_ms=_maybe_int(row.get("last_sent")),
+            runs=int(row.get("runs", 0)),
+            skipped=int(row.get("skipped", 0)),
+            attempts=int(row.get("attempts", 0)),
+            owner=row.get("owner", UNASSIGNED),
+            source=row.get("source", ""),
+            parent=row.get("parent", ""),
+            reason=row.get("reason", ""),
+        )
+    except ValueError as exc:
+        return TimerState(
+            id, "broken", row["revision"], 0, reason=f"the stored state can not be read: {exc}"
+        )
+
+
+def _maybe_int(text: str | None) -> int | None:
+    return int(text) if text else None
+
+
+def _instance(row: Mapping[str, str], owned: object) -> Instance:
+    return Instance(
+        id=row.get("id", ""),
+        service=row.get("service", ""),
+        host=row.get("host", ""),
+        port=int(row.get("port", 0)),
+        status=row.get("status", ""),
+        epoch=int(row.get("epoch", 0)),
+        started_at=to_datetime(int(row.get("started_at", 0))),
+        heartbeat_at=to_datetime(int(row.get("heartbeat_at", 0))),
+        version=row.get("version", ""),
+        dispatch=row.get("dispatch", ""),
+        timers=owned if isinstance(owned, int) else 0,
+        sent=int(row.get("sent", 0)),
+        skipped=int(row.get("skipped", 0)),
+        refused=int(row.get("refused", 0)),
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def _expiry(moment_ms: int) -> int | None:
+    return None if moment_ms < 0 else moment_ms
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _sized_chunks(definitions: Iterable[Definition]) -> Iterator[list[Definition]]:
+    batch: list[Definition] = []
+    size = 0
+    for definition in definitions:
+        if batch and (len(batch) == BATCH or size + len(definition.blob) > _BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(definition)
+        size += len(definition.blob)
+    if batch:
+        yield batch
