@@ -6,8 +6,6 @@ app.conf.beat_scheduler = "celery_dtimer:DistributedScheduler"
 timers = DistributedTimer(app)
 """
 
-__version__ = "0.1.0"
-
 from celery_dtimer.errors import (
     ConflictError,
     DistributedTimerError,
@@ -22,6 +20,7 @@ from celery_dtimer.errors import (
 from celery_dtimer.model import Instance, Timer
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.timers import DistributedTimer
+from celery_dtimer.version import __version__
 from celery_dtimer.worker import CallbackTimer
 
 __all__ = [

@@ -1,10 +1,12 @@
 """Keeps the Redis commands that would publish a message, instead of sending them.
 
-Everything up to the broker happens as always: routing, signals, serialization, compression, priorities, declarations. Only the last step, the commands
-that put a message into its queues, waits in `CapturingChannel.take`.
+Everything up to the broker happens as always: routing, signals, serialization, compression,
+priorities, declarations. Only the last step, the commands that put a message into its queues, waits
+in `CapturingChannel.take`.
 
-It rests on this in kombu's Redis transport: ``_put`` and ``_put_fanout`` are the only places that write a message, and they take their client from
-``conn_or_acquire``. Nothing of them is copied: they run as they are, against a client that records. A command that the recorder does not know
+It rests on this in kombu's Redis transport: ``_put`` and ``_put_fanout`` are the only places that
+write a message, and they take their client from ``conn_or_acquire``. Nothing of them is copied:
+they run as they are, against a client that records. A command that the recorder does not know
 raises AttributeError instead of being lost.
 """
 
@@ -12,7 +14,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: A method of a Redis client and its arguments.
 Command = tuple[str, tuple[Any, ...]]
@@ -39,7 +44,7 @@ class _Recorder:
     def execute(self) -> list[Any]:
         return []
 
-    def __enter__(self) -> _Recorder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,7 +90,7 @@ class CapturingChannel:
 
 
 def capture(transport: Any) -> bool:
-    """Make a connection's transport open capturing channels; say whether that is possible with this transport."""
+    """Make a transport open capturing channels; say whether that is possible with it."""
     try:
         from kombu.transport.redis import Channel
     except ImportError:

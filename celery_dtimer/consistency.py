@@ -1,10 +1,12 @@
-"""The consistency check: what must hold between the structures of a service, after every script and every fault.
+"""The consistency check: what must hold in a service after every script and every fault.
 
-1. An active timer is in ``timer_queue`` with the score that its hash says; a paused, stopped or broken one is not.
+1. An active timer is in ``timer_queue`` with the score that its hash says; a paused, stopped or
+   broken one is not.
 2. An active timer is in exactly one ``instance_timers``, its owner's, with the same score.
 3. Every ``instance_timers`` belongs to a registered instance or to ``unassigned``.
 
-It reads without stopping the world: what looks wrong is read again, and only what stays wrong counts.
+It reads without stopping the world: what looks wrong is read again, and only what stays wrong
+counts.
 """
 
 from __future__ import annotations

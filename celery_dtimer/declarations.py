@@ -1,8 +1,9 @@
 """The static schedule: what the code declares, and how it gets into the store.
 
-Every instance says which static timers its code declares. Of several declarations of one source the one *first seen last* counts: its
-instances write their timers. A static timer is deleted once no live instance of its source declares it; with no instance of the source alive
-nothing is deleted, and timers created at run time are never touched.
+Every instance says which static timers its code declares. Of several declarations of one source the
+one *first seen last* counts: its instances write their timers. A static timer is deleted once no
+live instance of its source declares it; with no instance of the source alive nothing is deleted,
+and timers created at run time are never touched.
 
 An entry that cannot be read is stored as broken, with the reason; it never stops the others.
 """
@@ -37,7 +38,18 @@ from celery_dtimer.store import BATCH, Store
 logger = logging.getLogger(__name__)
 
 _FIELDS = frozenset(
-    "task schedule args kwargs options relative last_run_at total_run_count timezone description".split()
+    {
+        "task",
+        "schedule",
+        "args",
+        "kwargs",
+        "options",
+        "relative",
+        "last_run_at",
+        "total_run_count",
+        "timezone",
+        "description",
+    }
 )
 
 
@@ -45,7 +57,7 @@ _DECLARED = "dtimer_declared"  # the attribute of an app that holds what `declar
 
 
 def declare(app: Celery, name: str, entry: Mapping[str, Any]) -> None:
-    """Add an entry to an app's static schedule, whatever becomes of its ``beat_schedule`` setting."""
+    """Add an entry to an app's static schedule, beside its ``beat_schedule`` setting."""
     app.__dict__.setdefault(_DECLARED, {})[name] = entry
 
 
@@ -86,7 +98,7 @@ class Declaration:
 
 
 def declaration_of(app: Celery, source: str, entries: Mapping[str, Any]) -> Declaration:
-    """Return what a beat schedule declares; entries that cannot be used are among the broken ones."""
+    """Return what a beat schedule declares; unusable entries are among the broken ones."""
     definitions, last_runs_ms, broken = {}, {}, {}
     for name, entry in entries.items():
         try:
@@ -95,17 +107,18 @@ def declaration_of(app: Celery, source: str, entries: Mapping[str, Any]) -> Decl
             if last_run_ms is not None:
                 last_runs_ms[name] = last_run_ms
         except InvalidTimerError as exc:
-            logger.error("Entry %r of the beat schedule is broken and does not run: %s", name, exc)  # noqa: TRY400
+            logger.error("Entry %r of the beat schedule is broken and does not run: %s", name, exc)
             task = entry.get("task") if isinstance(entry, Mapping) else None
             broken[str(name)] = (broken_blob(str(name), task), str(exc))
     return Declaration(source, definitions, last_runs_ms, broken)
 
 
 def definition_of(app: Celery, name: object, entry: object) -> Definition:
-    """Return the definition of one entry of a beat schedule, as Celery's documentation describes them.
+    """Return the definition of one entry of a beat schedule, as Celery documents them.
 
     Raises:
-        InvalidTimerError: the entry cannot be used; the message names the field, the value and what is accepted.
+        InvalidTimerError: the entry cannot be used; the message names the field, the value and what
+            is accepted.
     """
     if not isinstance(name, str):
         raise invalid("name", name, "a str")
@@ -189,7 +202,7 @@ class StaticSchedule:
         self._written_in_epoch: int | None = None
 
     def reconcile(self, lease: Lease) -> None:
-        """Declare the timers; if this declaration counts, write what is new and delete what nobody declares.
+        """Declare the timers; if this counts, write what is new and delete what nobody declares.
 
         To be called when the lease is new, and whenever the membership of the service has changed.
 

@@ -1,10 +1,12 @@
 """One pass of firing: read what is due, decide, publish, commit.
 
-A run is published before it is committed, so that it is late rather than lost. Each timer is committed only if it is still as it was read; a
-commit that is refused although the message is out leaves ``last_sent`` behind, and whoever owns the timer then advances it without
-sending. Only a death or a lost lease between publish and commit sends a run again, with the same task id.
+A run is published before it is committed, so that it is late rather than lost. Each timer is
+committed only if it is still as it was read; a commit that is refused although the message is out
+leaves ``last_sent`` behind, and whoever owns the timer then advances it without sending. Only a
+death or a lost lease between publish and commit sends a run again, with the same task id.
 
-Not promised here: that a message is sent once. That needs the broker's write in the commit's script.
+Not promised here: that a message is sent once. That needs the broker's write in the commit's
+script.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class LackingError(InvalidTimerError):
     """A timer needs code that this instance does not have: it goes to another."""
 
 
-#: Sends runs to the broker and answers for each; the second argument is asked before each send. The answer is shorter than the
-#: runs when it was no, or when time ran out: the rest was not sent.
+#: Sends runs to the broker and answers for each; the second argument is asked before each send. The
+#: answer is shorter than the runs when it was no, or when time ran out: the rest was not sent.
 Publish = Callable[[Sequence[Run], Callable[[], bool]], list[Outcome]]
 
 
@@ -83,8 +85,10 @@ class Dispatcher:
         """Dispatch up to a batch of due timers.
 
         Raises:
-            FencedError: the lease's epoch is over; what was sent and not committed is remembered in its timers.
-            StoreError: Redis did not answer, or refused; what was sent is committed by the next pass.
+            FencedError: the lease's epoch is over; what was sent and not committed is remembered in
+                its timers.
+            StoreError: Redis did not answer, or refused; what was sent is committed by the next
+                pass.
         """
         self.settle(lease)
         turn = self._store.due(lease.instance, lease.epoch, self._store.settings.batch_size)
@@ -186,7 +190,7 @@ class Dispatcher:
     def _definitions_of(
         self, timers: Sequence[DueTimer]
     ) -> dict[str, Definition | InvalidTimerError | None]:
-        """Return each timer's definition, an error when it can not be used, None when the timer is gone."""
+        """Return each timer's definition, why it has no usable one, or None when it is gone."""
         found: dict[str, Definition | InvalidTimerError | None] = {}
         unknown: list[DueTimer] = []
         for timer in timers:

@@ -1,4 +1,4 @@
-"""Membership: may this instance dispatch, and until when; and what becomes of the timers of those that are gone.
+"""Membership: may this instance dispatch, and until when; failover when others are gone.
 
 States of an instance::
 
@@ -6,14 +6,16 @@ States of an instance::
                               |
                               +-- no heartbeat for the timeout --> dead --last timer moved--> (gone)
 
-A registration has an epoch; whoever acts for an instance names it, and is *fenced* once it is over. Only `Membership` registers,
-from its own thread and on its own connection. The lease that it keeps says what the dispatch loop may rely on; any doubt (an exception, a
-time-out) means "not owner".
+A registration has an epoch; whoever acts for an instance names it, and is *fenced* once it is over.
+Only `Membership` registers, from its own thread and on its own connection. The lease that it keeps
+says what the dispatch loop may rely on; any doubt (an exception, a time-out) means "not owner".
 
-The heartbeat is tied to the progress of the loop: it is sent only while the loop has reported progress lately. So an instance that hangs
-silently loses its timers, and one with a slow broker does not.
+The heartbeat is tied to the progress of the loop: it is sent only while the loop has reported
+progress lately. So an instance that hangs silently loses its timers, and one with a slow broker
+does not.
 
-Not promised: that an instance which lost its timers knows it at once. That is what the epoch and the commit's comparison are for.
+Not promised: that an instance which lost its timers knows it at once. That is what the epoch and
+the commit's comparison are for.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def local_host() -> str:
 
 
 class Membership:
-    """Registers one instance, keeps its lease, and takes over from the dead; `step` is one look at all of it."""
+    """Registers one instance, keeps its lease, and takes over from the dead, a `step` at a time."""
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class Membership:
         return lease if lease is not None and lease.is_valid(self._clock()) else None
 
     def report_progress(self, wait: float = 0.0) -> None:
-        """Note that the loop is alive, and that it may be silent for ``wait`` seconds and the time of one call."""
+        """Note that the loop is alive, and may be silent for ``wait`` seconds and one call."""
         self._stalled_after = self._clock() + wait + self._settings.call_timeout
 
     def report_fenced(self, epoch: int) -> None:
@@ -126,7 +128,7 @@ class Membership:
     # -- what the thread does
 
     def step(self) -> float:
-        """Register or send a heartbeat, then look for the dead; return the seconds until the next step.
+        """Register or send a heartbeat, then look for the dead; return the seconds to wait.
 
         Raises:
             StoreError: Redis did not answer, or refused; the lease runs out by itself.
@@ -197,7 +199,7 @@ class Membership:
         return Lease(identity.instance, answer.epoch, trusted_until, answer.now_ms, answer.members)
 
     def _seconds_until(self, heartbeat: Heartbeat | Moved) -> float:
-        """Return the seconds until another instance is dead; the server's clock is only compared with itself."""
+        """Return the seconds until another is dead; the server's clock is compared with itself."""
         expiry_ms = heartbeat.next_expiry_ms
         if expiry_ms is None or self._lease is None:
             return self._settings.instance_timeout
@@ -205,7 +207,7 @@ class Membership:
         return (expiry_ms - now_ms) / 1000 + _SLACK if expiry_ms else 0.0
 
     def _check_others(self) -> float:
-        """Move the timers of the dead and of nobody, then even out; return the seconds until the next death."""
+        """Take over from the dead and even out; return the seconds until the next death."""
         self._next_check = self._clock() + self._settings.failure_check_interval
         until_expiry = self._fail_over()
         self._rebalance()
@@ -288,7 +290,7 @@ class MembershipThread(threading.Thread):
             except DistributedTimerError as exc:
                 failures += 1
                 if failures == 1:
-                    logger.error("Membership: %s; trying again until it answers", exc)  # noqa: TRY400
+                    logger.error("Membership: %s; trying again until it answers", exc)
                 wait = min(_LAST_RETRY, _FIRST_RETRY * 2 ** min(failures, 8))
             except Exception:
                 failures += 1
@@ -308,7 +310,8 @@ def leave(store: Store, lease: Lease, *, until: float) -> int:
     Args:
         store: on a connection that nobody else has used.
         lease: the instance and its epoch.
-        until: when to give up, by `time.monotonic`: what is left then is taken by the failure check.
+        until: when to give up, by `time.monotonic`: what is left then is taken by the failure
+            check.
     """
     moved_in_all = 0
     while time.monotonic() < until:

@@ -1,15 +1,18 @@
 """The values that the parts hand to each other, and how they are stored.
 
-A timer is stored in two pieces: its *definition* (what to send and when, as JSON, opaque to the scripts) and its *state*
-(a small hash that the scripts move). A definition's *revision* is a digest of it: equal definitions have equal revisions,
-and its first half covers the schedule alone, so that a change of arguments can be told from a change of schedule.
+A timer is stored in two pieces: its *definition* (what to send and when, as JSON, opaque to the
+scripts) and its *state* (a small hash that the scripts move). A definition's *revision* is a digest
+of it: equal definitions have equal revisions, and its first half covers the schedule alone, so that
+a change of arguments can be told from a change of schedule.
 
-Inside the core, moments are integer milliseconds since the epoch of the server's clock; datetimes are aware.
+Inside the core, moments are integer milliseconds since the epoch of the server's clock; datetimes
+are aware.
 """
 
 from __future__ import annotations
 
 import base64
+import difflib
 import hashlib
 import math
 import os
@@ -23,7 +26,7 @@ from datetime import datetime, timedelta, timezone
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from kombu.serialization import registry
+from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.utils import json
 
 from celery_dtimer import schedules
@@ -99,7 +102,8 @@ class Definition:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     description: str = ""
-    #: The arguments can not be stored: they are taken from the code of the instance that owns the timer.
+    #: The arguments can not be stored: they are taken from the code of the instance that owns the
+    #: timer.
     code_bound: bool = False
 
     @cached_property
@@ -147,7 +151,8 @@ def decode_definition(blob: str) -> Definition:
     """Return the definition stored in a blob.
 
     Raises:
-        InvalidTimerError: the blob is not a definition (edited by hand, or written by another version).
+        InvalidTimerError: the blob is not a definition (edited by hand, or written by another
+            version).
     """
     try:
         content = json.loads(blob)
@@ -201,7 +206,10 @@ def check_storable(field_name: str, value: Any) -> None:
     Raises:
         InvalidTimerError: with the field's name and the reason.
     """
-    accepted = "what Celery's JSON carries unchanged (str, numbers, bool, None, list, dict with str keys, bytes, UUID, Decimal, datetime, date, time)"
+    accepted = (
+        "what Celery's JSON carries unchanged (str, numbers, bool, None, list, dict with str keys, "
+        "bytes, UUID, Decimal, datetime, date, time)"
+    )
     try:
         returned = json.loads(_dumps(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
@@ -218,13 +226,11 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     They are what ``apply_async`` takes. Relative ``expires`` count from the moment of sending.
 
     Raises:
-        InvalidTimerError: an option cannot work; the message names it, its value and what is accepted.
+        InvalidTimerError: an option cannot work; the message names it, its value and what is
+            accepted.
     """
-    for name in ("task_id", "producer", "connection"):
-        if name in options:
-            raise invalid(
-                f"options[{name!r}]", options[name], "nothing: the timer sets it for each run"
-            )
+    for name, value in options.items():
+        _check_option_name(name, value)
     checked = dict(options)
     expires = options.get("expires")
     if isinstance(expires, timedelta):
@@ -246,6 +252,28 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
+# What apply_async and kombu's publish take, and what a timer is described by: a name close to one
+# of these, and not among them, is a slip of the pen. Others are left to the broker's transport.
+_OPTION_NAMES = frozenset(
+    "add_to_parent argsrepr chain chord compression confirm_timeout countdown declare "
+    "delivery_mode eta exchange exchange_type expires group_id group_index headers ignore_result "
+    "immediate kwargsrepr link link_error mandatory parent_id priority queue reply_to retries "
+    "retry retry_policy root_id router routing_key serializer shadow soft_time_limit "
+    "stamped_headers time_limit timeout".split()
+)
+_FIELD_NAMES = ("name", "schedule", "callback", "args", "kwargs", "timezone", "description")
+
+
+def _check_option_name(name: object, value: object) -> None:
+    if name in ("task_id", "producer", "connection"):
+        raise invalid(f"options[{name!r}]", value, "nothing: the timer sets it for each run")
+    if not isinstance(name, str):
+        raise invalid("option", name, "a str as the name of an option")
+    if name not in _OPTION_NAMES:
+        for close in difflib.get_close_matches(name, [*_FIELD_NAMES, *_OPTION_NAMES], 1, 0.8):
+            raise invalid("option", name, f"{close!r}, which has nearly this name")
+
+
 def check_size(definition: Definition) -> Definition:
     """Return the definition, unless it is too large to be stored.
 
@@ -255,7 +283,8 @@ def check_size(definition: Definition) -> Definition:
     size = len(definition.blob)
     if size > MAX_DEFINITION_BYTES:
         raise InvalidTimerError(
-            f"timer {shown(definition.name)} takes {size} bytes; expected at most {MAX_DEFINITION_BYTES} in JSON"
+            f"timer {shown(definition.name)} takes {size} bytes as JSON; "
+            f"expected at most {MAX_DEFINITION_BYTES}"
         )
     return definition
 
@@ -345,7 +374,7 @@ class Timer:
 
     @classmethod
     def from_stored(cls, state: TimerState, blob: str | None) -> Timer:
-        """Return the timer of a stored state and definition; one that cannot be read shows as broken."""
+        """Return the timer of a state and a definition; one that cannot be read is broken."""
         try:
             definition = decode_definition(blob) if blob else None
             status, reason = state.status, state.reason
@@ -436,8 +465,8 @@ class Run:
 class Lease:
     """The right to dispatch, held by one instance for one epoch.
 
-    ``trusted_until`` counts from the start of the request that renewed it and ends before the server's does; ``clock()``
-    of the membership is what it is compared with.
+    ``trusted_until`` counts from the start of the request that renewed it and ends before the
+    server's does; ``clock()`` of the membership is what it is compared with.
     """
 
     instance: str

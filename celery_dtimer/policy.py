@@ -42,7 +42,8 @@ def arm(
 ) -> Arming | None:
     """Return how an upsert leaves the timer, or None when it changes nothing.
 
-    - A new timer, or one with a new schedule, starts anew: a new schedule re-activates what was stopped or broken.
+    - A new timer, or one with a new schedule, starts anew: a new schedule re-activates what was
+      stopped or broken.
     - With the schedule unchanged the phase is kept; a one-shot that has run stays as it is.
     - A paused timer stays paused; a broken one becomes active with any new definition.
 
@@ -51,7 +52,8 @@ def arm(
         existing: the timer as it is stored.
         now_ms: the server's time.
         last_run_ms: when a timer that is new here ran last.
-        adopt: the timer is to be written even when its definition is the same, since its source changes.
+        adopt: the timer is to be written even when its definition is the same, since its source
+            changes.
     """
     if existing is None:
         return _active(_first(definition, now_ms, last_run_ms))
@@ -96,7 +98,8 @@ def plan(definition: Definition, due_ms: int, now_ms: int) -> Plan:
 def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
     """Return the next run of a timer that is resumed now, and the slots that passed meanwhile.
 
-    A one-shot whose moment passed while it was paused runs at once: it has no next run to go on with.
+    A one-shot whose moment passed while it was paused runs at once: it has no next run to go on
+    with.
     """
     anchor_ms = state.due_ms if state.due_ms is not None else now_ms
     next_due_ms = definition.schedule.next_run_after(now_ms, anchor_ms)
@@ -109,5 +112,5 @@ def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
 
 def retry_delay(attempts: int) -> float:
     """Return the seconds until the next try after so many refusals: exponential, with jitter."""
-    longest = min(LAST_RETRY, FIRST_RETRY * 2 ** min(attempts, 16))
+    longest: float = min(LAST_RETRY, FIRST_RETRY * 2 ** min(attempts, 16))
     return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, keeps no secret

@@ -1,9 +1,10 @@
-"""Sends runs to the broker through Celery, in confirmed mode: a run counts as sent once the broker has it.
+"""Sends runs to the broker through Celery: a run counts as sent once the broker has it.
 
-The messages are Celery's own, built by ``apply_async`` with the task's options, routes and signals. The connection is the
-publisher's own, with time limits, so that a frozen broker blocks neither for ever nor anybody else. On Redis the commands of a
-batch are captured and travel in one pipeline, whose replies say for each message whether it arrived; on other brokers each message
-is confirmed by itself.
+The messages are Celery's own, built by ``apply_async`` with the task's options, routes and signals.
+The connection is the publisher's own, with time limits, so that a frozen broker blocks neither for
+ever nor anybody else. On Redis the commands of a batch are captured and travel in one pipeline,
+whose replies say for each message whether it arrived; on other brokers each message is confirmed by
+itself.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Publisher:
 
         Args:
             app: whose broker, tasks and routes are used.
-            timeout: seconds that one call to the broker may take, unless the app's transport options say otherwise.
+            timeout: seconds that one call to the broker may take, unless the app's transport
+                options say otherwise.
             on_progress: called after each message or batch that was confirmed or refused.
         """
         self._app = app
@@ -75,8 +77,8 @@ class Publisher:
             may_send: asked before each send; no more is sent once it says no.
 
         Returns:
-            an outcome for each run that was tried; fewer than runs when sending was not allowed any more, took too
-            long, or the broker is down.
+            an outcome for each run that was tried; fewer than runs when sending was not allowed any
+            more, took too long, or the broker is down.
         """
         down = self._connect()
         if down is not None:
@@ -136,7 +138,7 @@ class Publisher:
             ):  # a declaration, or a look-up of bindings; nothing is on its way yet
                 self.close()
                 return self._send_each(runs, may_send)
-            except Exception as exc:  # noqa: BLE001 - whatever it is, it concerns this run alone
+            except Exception as exc:
                 channel.take()
                 outcomes.append(_unsendable(exc))
             commands += channel.take()
@@ -185,7 +187,7 @@ class Publisher:
             except self._failures as exc:
                 failure = exc
                 self.close()
-            except Exception as exc:  # noqa: BLE001 - whatever it is, it concerns this run alone
+            except Exception as exc:
                 return _unsendable(exc)
             else:
                 return None
@@ -206,8 +208,8 @@ class Publisher:
         definition, options = run.definition, dict(run.definition.options)
         task = self._app.tasks.get(definition.task)
         ignore_result = options.pop("ignore_result", None if task is None else task.ignore_result)
-        # Nobody waits for the result here: with ignore_result Celery does not subscribe to it, which would
-        # last as long as the process; the header tells the worker what the task says.
+        # Nobody waits for the result here: with ignore_result Celery does not subscribe to it,
+        # which would last as long as the process; the header tells the worker what the task says.
         headers = {"ignore_result": ignore_result, **(options.pop("headers", None) or {})}
         options.setdefault("retry", False)  # the timer tries again, not the call
         options.update(
@@ -216,7 +218,7 @@ class Publisher:
             ignore_result=True,
             headers={**headers, "celery_beat_task": True, "dtimer": run.header},
         )
-        args = [_evaluated(value) for value in definition.args]
+        args = tuple(_evaluated(value) for value in definition.args)
         kwargs = {key: _evaluated(value) for key, value in definition.kwargs.items()}
         if task is None:
             self._app.send_task(definition.task, args, kwargs, **options)

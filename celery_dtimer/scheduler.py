@@ -1,7 +1,8 @@
 """The ``celery.beat`` scheduler: wires the parts together and runs them.
 
-Three threads work for an instance: the loop dispatches, the membership keeps the lease, and the listener hears wake-ups. `tick`, in
-the thread that Celery's beat gives us, only waits: Celery's signal handler may interrupt that thread at any point, and must not find it in the middle of a
+Three threads work for an instance: the loop dispatches, the membership keeps the lease, and the
+listener hears wake-ups. `tick`, in the thread that Celery's beat gives us, only waits: Celery's
+signal handler may interrupt that thread at any point, and must not find it in the middle of a
 request to Redis or to the broker.
 """
 
@@ -16,7 +17,6 @@ from typing import Any
 from celery import Celery
 from celery.beat import Scheduler
 
-import celery_dtimer
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass
 from celery_dtimer.errors import DistributedTimerError, FencedError
@@ -26,6 +26,7 @@ from celery_dtimer.policy import retry_delay
 from celery_dtimer.publisher import Publisher
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store
+from celery_dtimer.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Loop:
         self._store_failures = 0
 
     def step(self) -> float:
-        """Dispatch what is due; return the seconds until the next turn, unless a wake-up comes first."""
+        """Dispatch what is due; return the seconds to wait unless a wake-up comes first."""
         lease = self._membership.lease
         if lease is None:
             return self._waiting(self._longest_wait)
@@ -68,7 +69,7 @@ class Loop:
         except DistributedTimerError as exc:
             self._store_failures += 1
             if self._store_failures == 1:
-                logger.error("Dispatch waits: %s", exc)  # noqa: TRY400 - an outage is one line
+                logger.error("Dispatch waits: %s", exc)
             return self._waiting(retry_delay(self._store_failures))
         if self._store_failures:
             logger.info("Dispatch goes on: Redis answers again")
@@ -113,7 +114,7 @@ class Loop:
 
 
 class Runtime:
-    """The running parts of one instance: `start` runs them, `stop` hands its timers over and ends them."""
+    """The running parts of one instance: `start` runs them, `stop` hands over and ends them."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class Runtime:
             instance,
             local_host(),
             int(instance.split(":")[1]),
-            celery_dtimer.__version__,
+            __version__,
             "confirmed",
         )
         self._woken = threading.Event()
@@ -179,7 +180,7 @@ class Runtime:
             raise self.failure
 
     def stop(self) -> None:
-        """End the threads, commit what was published, and hand the timers over; within `_LEAVE_WITHIN` seconds."""
+        """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
         until = time.monotonic() + _LEAVE_WITHIN
         lease = self._membership.lease
         self._stopped.set()
@@ -240,7 +241,7 @@ class Runtime:
                 self._stopped.wait(retry_delay(failures))
 
 
-class DistributedScheduler(Scheduler):  # type: ignore[misc]
+class DistributedScheduler(Scheduler):
     """A scheduler for ``celery beat`` of which any number of instances share one schedule.
 
     ``beat_scheduler = "celery_dtimer:DistributedScheduler"``, or ``celery beat -S dtimer``.
@@ -263,7 +264,8 @@ class DistributedScheduler(Scheduler):  # type: ignore[misc]
             lazy: set by Celery when it only wants `info` for its banner.
             embedded: the instance gets an id of its own, since one process may run several.
             service: a service to use in place of the app's own.
-            **kwargs: as `celery.beat.Scheduler` takes them; ``schedule_filename`` is accepted and ignored.
+            **kwargs: as `celery.beat.Scheduler` takes them; ``schedule_filename`` is accepted and
+            ignored.
 
         Raises:
             SettingsError: a setting cannot be used.
@@ -274,10 +276,10 @@ class DistributedScheduler(Scheduler):  # type: ignore[misc]
         self._runtime: Runtime | None = None
         self._in_tick = False
         self._closed = False
-        super().__init__(app, *args, lazy=lazy, **kwargs)
+        super().__init__(app, *args, lazy=lazy, **kwargs)  # type: ignore[misc]
 
     def setup_schedule(self) -> None:
-        """Read the static schedule from the app's configuration, with Celery's own default entries."""
+        """Read the static schedule from the app, with Celery's own default entries."""
         entries = declared(self.app)
         self.install_default_entries(entries)
         entries.update(
@@ -305,14 +307,15 @@ class DistributedScheduler(Scheduler):  # type: ignore[misc]
                 self.settings,
                 self._declaration,
                 self.instance,
-                max_interval=self.max_interval,
+                max_interval=self.max_interval or _LONGEST_WAIT,
             )
             self._runtime.start()
 
     def close(self) -> None:
         """Hand the timers over and end; safe to be called again.
 
-        Celery calls it inside its signal handler, where nothing may be waited for, and again afterwards.
+        Celery calls it inside its signal handler, where nothing may be waited for, and again
+        afterwards.
         """
         if self._in_tick or self._closed:
             return

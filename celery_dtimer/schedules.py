@@ -79,7 +79,7 @@ class Schedule(ABC):
         """
 
     def count_between(self, after_ms: int, until_ms: int, anchor_ms: int) -> int:
-        """Return how many slots lie in ``(after_ms, until_ms]``, 100,000 if it has to count more."""
+        """Return how many slots lie in ``(after_ms, until_ms]``, 100,000 if there are more."""
         count = 0
         slot = self.next_run_after(after_ms, anchor_ms)
         while slot is not None and slot <= until_ms and count < _MAX_COUNT:

@@ -61,7 +61,8 @@ class Settings:
             service: a service to use in place of the app's own.
 
         Raises:
-            SettingsError: a value cannot be used; the message names the setting and what is accepted.
+            SettingsError: a value cannot be used; the message names the setting and what is
+                accepted.
         """
         conf = {name: app.conf.get(name, default) for name, default in _DEFAULTS.items()}
         return cls(
@@ -96,7 +97,8 @@ class Settings:
         if self.check_interval > self.instance_timeout / 2:
             raise SettingsError(
                 f"dtimer_check_interval={self.check_interval:g} must be at most half of "
-                f"dtimer_instance_timeout={self.instance_timeout:g}: a loop that waits longer looks dead"
+                f"dtimer_instance_timeout={self.instance_timeout:g}: a loop that waits "
+                "longer looks dead"
             )
 
     @property
@@ -140,8 +142,8 @@ def _service(app: Celery, name: object) -> str:
     name = name or (app.main if app.main != "__main__" else None)
     if not name:
         raise SettingsError(
-            "dtimer_service is not set, and the Celery app has no main name to take: set dtimer_service "
-            'to a name that all beats of this schedule share, such as "orders"'
+            "dtimer_service is not set, and the Celery app has no main name to take: set "
+            'dtimer_service to a name that all beats of this schedule share, such as "orders"'
         )
     if not isinstance(name, str):
         raise _bad("dtimer_service", name, "a str")
@@ -157,7 +159,7 @@ def _redis_url(app: Celery, url: object) -> str:
     if not isinstance(url, str) or urlsplit(url).scheme not in SCHEMES:
         scheme = urlsplit(url).scheme if isinstance(url, str) else url
         raise SettingsError(
-            f"dtimer_redis_url is not set, or not usable: the timers need a Redis server, and {name} has the "
-            f"scheme {scheme!r}; expected one of {accepted}"
+            "dtimer_redis_url is not set, or not usable: the timers need a Redis server, and "
+            f"{name} has the scheme {scheme!r}; expected one of {accepted}"
         )
     return url.split(";")[0]

@@ -1,8 +1,9 @@
 """Where the timers live: the only module that imports redis.
 
-`Keys` names every key, the files in ``lua/`` are the transitions, and `Store` calls them and turns their answers into
-values and errors. Every call is one round trip, has a time limit, and is never repeated here: redis-py's own retries are
-off, since a lost reply does not say whether the script ran.
+`Keys` names every key, the files in ``lua/`` are the transitions, and `Store` calls them and turns
+their answers into values and errors. Every call is one round trip, has a time limit, and is never
+repeated here: redis-py's own retries are off, since a lost reply does not say whether the script
+ran.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from celery_dtimer import policy
-from celery_dtimer.errors import ConflictError, FencedError, StoreError, StoreUnavailableError
+from celery_dtimer.errors import (
+    ConflictError,
+    FencedError,
+    StoreError,
+    StoreUnavailableError,
+    shown,
+)
 from celery_dtimer.model import (
     MAX_DEFINITION_BYTES,
     UNASSIGNED,
@@ -54,9 +61,12 @@ _BATCH_BYTES = MAX_DEFINITION_BYTES
 _CONFLICTS = 20  # times that an upsert is computed anew when others write the same timer
 
 _SCRIPTS = (
-    "register heartbeat leave reap rebalance upsert delete pause resume stop trigger due commit declare undeclare purge scrub"
-).split()
+    *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
+    *("upsert", "delete", "pause", "resume", "stop", "trigger"),
+    *("due", "commit", "purge", "scrub"),
+)
 _FENCED, _BUSY = -1, -2
+_DUE_STRIDE = 10  # values that `due.lua` answers for a timer
 
 # What a server answers that will serve later, or that is no longer the right one.
 _PASSING = (
@@ -70,7 +80,7 @@ _PASSING = (
 
 
 def encode_name(name: str) -> str:
-    """Return a name as it stands in keys: letters, digits, ``-``, ``_`` and ``~`` as they are, the rest percent-encoded."""
+    """Return a name as it stands in keys: percent-encoded but for letters, digits and ``-_~``."""
     return quote(name, safe="", errors="surrogatepass").replace(".", "%2E")
 
 
@@ -78,22 +88,22 @@ def encode_name(name: str) -> str:
 class Keys:
     """Every key of one service, all in one hash slot.
 
-    ===============================  ======  ==========================================================
-    ``timer:{s}:<id>``               hash    a timer's state
-    ``timer_definition:{s}:<id>``    string  its definition, JSON
-    ``timer_queue:{s}``              zset    active timers by ``at`` in ms: the truth about when
-    ``inactive_timers:{s}``          zset    paused, stopped and broken ones by when they are purged
-    ``triggers:{s}:<id>``            set     the pending hidden one-shots of a timer
-    ``instance:{s}:<instance>``      hash    one instance
-    ``service_instances:{s}``        zset    registered instances by their last heartbeat in ms
-    ``instance_timers:{s}:<inst.>``  zset    the timers that an instance owns by ``at``: the truth about who
-    ``static_timers:{s}:<source>``   set     the static timers of a source
-    ``declaration:{s}:<digest>``     set     the static timers that some code declares
-    ``declarations:{s}:<source>``    zset    declarations by when they were first seen
-    ``meta:{s}``                     hash    last epoch, count of membership changes, mover
-    ``never:{s}``                    --      never exists (see ``prelude.lua``)
-    ``wake:{s}:<instance>``          channel wakes an instance
-    ===============================  ======  ==========================================================
+    ============================  =======  =================================================
+    ``timer:{s}:<id>``            hash     a timer's state
+    ``timer_definition:{s}:<id>`` string   its definition, JSON
+    ``timer_queue:{s}``           zset     active timers by ``at`` in ms: the truth about when
+    ``inactive_timers:{s}``       zset     the other ones by when they are purged
+    ``triggers:{s}:<id>``         set      the pending hidden one-shots of a timer
+    ``instance:{s}:<i>``          hash     one instance
+    ``service_instances:{s}``     zset     registered instances by last heartbeat in ms
+    ``instance_timers:{s}:<i>``   zset     what an instance owns by ``at``: the truth about who
+    ``static_timers:{s}:<source>``   set   the static timers of a source
+    ``declaration:{s}:<digest>``  set      the static timers that some code declares
+    ``declarations:{s}:<source>`` zset     declarations by when they were first seen
+    ``meta:{s}``                  hash     last epoch, count of membership changes, mover
+    ``never:{s}``                 --       never exists (see ``prelude.lua``)
+    ``wake:{s}:<i>``              channel  wakes an instance
+    ============================  =======  =================================================
     """
 
     service: str
@@ -265,12 +275,12 @@ class Store:
     # -- connection
 
     @property
-    def client(self) -> redis.Redis:
+    def client(self) -> Any:  # redis-py types its answers for its sync and async clients at once
         """The Redis client, connected on first use."""
         client = self.__dict__.get("_client")
         if client is None:
             client = self.__dict__["_client"] = connect(self.settings, self._timeout)
-        return client  # type: ignore[no-any-return]
+        return client
 
     def close(self) -> None:
         """Drop the connection; the next use opens a new one."""
@@ -343,21 +353,21 @@ class Store:
         return Moved(answer[0], bool(answer[1]), False, _expiry(answer[2]), tuple(answer[3:]))
 
     def rebalance(self, instance: str, epoch: int, drift: int = 0, limit: int = BATCH) -> Moved:
-        """Move a batch of timers from instances with more than their share; ``drift`` percent are left alone."""
+        """Move a batch of timers to instances with less; ``drift`` percent are left alone."""
         answer = self._call("rebalance", instance, epoch, drift, limit)
         return Moved(busy=True) if answer == _BUSY else Moved(answer[0], bool(answer[1]))
 
     def declare(
         self, instance: str, epoch: int, source: str, digest: str, ids: Sequence[str]
     ) -> bool:
-        """Say which static timers the instance's code declares; return whether this declaration counts."""
+        """Say which static timers the code declares; return whether this declaration counts."""
         source = encode_name(source)
         for batch in _chunks(ids, 1000):
             self._call("declare", instance, epoch, source, digest, 0, *batch)
         return bool(self._call("declare", instance, epoch, source, digest, 1))
 
     def undeclare(self, instance: str, epoch: int, source: str, ids: Sequence[str]) -> list[str]:
-        """Delete those static timers that no live instance of the source declares; return their ids."""
+        """Delete the static timers that no live instance of the source declares; return the ids."""
         answer = self._call("undeclare", instance, epoch, encode_name(source), *ids)
         return list(answer)
 
@@ -366,7 +376,7 @@ class Store:
         with self._errors():
             members: set[str] = self.client.smembers(
                 self.keys("static_timers", encode_name(source))
-            )  # type: ignore[assignment]
+            )
         return members
 
     def purge(self, limit: int = BATCH) -> int:
@@ -376,7 +386,7 @@ class Store:
     def scrub(
         self, instance: str, epoch: int, position: int, limit: int = BATCH
     ) -> tuple[int, list[tuple[str, str]]]:
-        """Repair a window of the queue; return where to go on, and what was wrong with which timer."""
+        """Repair a window of the queue; return where to go on, and what was wrong with whom."""
         following, *repairs = self._call("scrub", instance, epoch, position, limit)
         return following, list(zip(repairs[::2], repairs[1::2], strict=True))
 
@@ -399,7 +409,7 @@ class Store:
         """Return the epoch that an instance is registered with."""
         with self._errors():
             epoch = self.client.hget(self.keys("instance", instance), "epoch")
-        return int(epoch) if epoch else None  # type: ignore[arg-type]
+        return int(epoch) if epoch else None
 
     # -- firing
 
@@ -407,23 +417,8 @@ class Store:
         """Read the instance's due timers, soonest first."""
         answer = self._call("due", instance, epoch, limit)
         now_ms, heartbeat_ms, next_ms = answer[:3]
-        timers = [
-            DueTimer(
-                id,
-                status,
-                revision,
-                created,
-                due,
-                _number(runs),
-                last_sent,
-                _number(attempts),
-                parent,
-                source,
-            )
-            for id, status, revision, created, due, runs, last_sent, attempts, parent, source in zip(
-                *(answer[start::10] for start in range(3, 13)), strict=True
-            )
-        ]
+        rows = (answer[start : start + _DUE_STRIDE] for start in range(3, len(answer), _DUE_STRIDE))
+        timers = [_due_timer(*row) for row in rows]
         return Turn(now_ms, heartbeat_ms, next_ms if next_ms >= 0 else None, timers)
 
     def commit(
@@ -431,7 +426,8 @@ class Store:
     ) -> list[int]:
         """Settle a batch of due timers; return one code for each (see ``commit.lua``).
 
-        At most `BATCH` settlements; the same ``sequence`` again returns the first answer and changes nothing.
+        At most `BATCH` settlements; the same ``sequence`` again returns the first answer and
+        changes nothing.
         """
         keep_ms = round(self.settings.keep_finished * 1000)
         arguments = [value for settlement in settlements for value in settlement.arguments()]
@@ -459,7 +455,7 @@ class Store:
         if self._clock is not None:
             return self._clock()
         with self._errors():
-            seconds, micros = self.client.time()  # type: ignore[misc]
+            seconds, micros = self.client.time()
         return int(seconds) * 1000 + int(micros) // 1000
 
     def save(
@@ -521,7 +517,7 @@ class Store:
             if not waiting:
                 return changed
         raise ConflictError(
-            f"timer {waiting[0].name!r} was changed by others {_CONFLICTS} times while it was written"
+            f"timer {shown(waiting[0].name)} was changed by others {_CONFLICTS} times meanwhile"
         )
 
     def save_broken(self, entries: Mapping[str, tuple[str, str]], *, source: str) -> None:
@@ -556,7 +552,7 @@ class Store:
         return list(self._call("upsert", *(value for row in rows for value in row)))
 
     def states(self, ids: Sequence[str]) -> tuple[int, list[TimerState | None]]:
-        """Return the server's time and the state of each timer; None for one that is not there, or is something else."""
+        """Return the server's time and each timer's state; None for one that is not there."""
         with self._errors():
             pipe = self.client.pipeline(transaction=False)
             pipe.time()
@@ -579,7 +575,7 @@ class Store:
         return found
 
     def timer_ids(self) -> list[str]:
-        """Return every timer's id: active ones by their next time, then the others; triggers are among them."""
+        """Return every timer's id, triggers included: active ones by time, then the others."""
         return [*self._by_score("timer_queue"), *self._by_score("inactive_timers")]
 
     def owned_ids(self, instance: str) -> list[str]:
@@ -587,7 +583,7 @@ class Store:
         return self._by_score("instance_timers", instance)
 
     def scores(self, what: str, id: str | None = None) -> dict[str, float]:
-        """Return a sorted set as members and scores; what is there all along is never missed, however the scores move."""
+        """Return a sorted set's scores; what is there all along is not missed, however it moves."""
         with self._errors():
             return dict(self.client.zscan_iter(self.keys(what, id), count=1000))
 
@@ -601,7 +597,7 @@ class Store:
             self.keys("timer_queue") if instance is None else self.keys("instance_timers", instance)
         )
         with self._errors():
-            return int(self.client.zcard(key))  # type: ignore[arg-type]
+            return int(self.client.zcard(key))
 
     def delete(self, ids: Sequence[str]) -> list[bool]:
         """Delete timers; return for each whether it was there."""
@@ -652,7 +648,7 @@ class Store:
 
 
 def connect(settings: Settings, timeout: float) -> redis.Redis:
-    """Return a client for the service's Redis, with a time limit on every call and no retries of its own."""
+    """Return a client with a time limit on every call and no retries of its own."""
     url = settings.redis_url
     if urlsplit(url).scheme == "embedded":
         from celery_dtimer import embedded  # few need it, and it runs as a program of its own
@@ -725,6 +721,22 @@ def _state(id: str, row: object) -> TimerState | None:
 
 def _maybe_int(text: str | None) -> int | None:
     return int(text) if text else None
+
+
+def _due_timer(
+    id: str,
+    status: str,
+    revision: str,
+    created: str,
+    due: str,
+    runs: str,
+    last_sent: str,
+    attempts: str,
+    parent: str,
+    source: str,
+) -> DueTimer:
+    counts = (_number(runs), last_sent, _number(attempts))
+    return DueTimer(id, status, revision, created, due, *counts, parent, source)
 
 
 def _instance(row: Mapping[str, str], owned: object) -> Instance:

@@ -45,7 +45,7 @@ from celery_dtimer.worker import callback_body
 #: What a schedule may be given as.
 ScheduleLike = float | timedelta | datetime | str | BaseSchedule | schedules.Schedule
 #: What a callback may be given as: a task, its name, the short name of a callback, or a signature.
-CallbackLike = Task | Signature | str
+CallbackLike = Task[..., Any] | Signature[Any] | str
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -56,8 +56,8 @@ _STATUSES = ("active", "paused", "stopped", "broken")
 class DistributedTimer:
     """The timers of one service: create, look at, change and delete them, from any process.
 
-    Neither Redis nor the broker is contacted before a method needs it. Every method that takes a timer takes its id or its
-    name.
+    Neither Redis nor the broker is contacted before a method needs it. Every method that takes a
+    timer takes its id or its name.
 
     Raises (every method that contacts Redis):
         StoreUnavailableError: Redis could not be reached in time.
@@ -69,16 +69,17 @@ class DistributedTimer:
 
         Args:
             app: the Celery app whose settings, tasks and broker are used.
-            service: the service's name, for an app that does not set ``dtimer_service``; its beats use it too.
+            service: the service's name, for an app that does not set ``dtimer_service``; its beats
+                use it too.
         """
         self.app = app
         self._service = service
-        self._callbacks: dict[str, Task | str] = {}
+        self._callbacks: dict[str, Task[..., Any] | str] = {}
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._scheduler: DistributedScheduler | None = None
         if service is not None:
-            app.add_defaults({"dtimer_service": service})
+            app.add_defaults(lambda: {"dtimer_service": service})
 
     def __repr__(self) -> str:
         """Return the app's name and the service's."""
@@ -95,26 +96,29 @@ class DistributedTimer:
     # ------------------------------------------------------------ callbacks
 
     @overload
-    def callback(self, function: Callable[..., Any], /) -> Task: ...
+    def callback(self, function: Callable[..., Any], /) -> Task[..., Any]: ...
 
     @overload
     def callback(
         self, name: str | None = None, *, schedule: ScheduleLike | None = None, **options: Any
-    ) -> Callable[[Callable[..., Any]], Task]: ...
+    ) -> Callable[[Callable[..., Any]], Task[..., Any]]: ...
 
     def callback(
         self, name: Any = None, *, schedule: ScheduleLike | None = None, **options: Any
     ) -> Any:
         """Turn a function into a Celery task that receives its timer first.
 
-        ``@timers.callback``, ``@timers.callback("name")`` or ``@timers.callback(schedule=60)``. The function gets a
-        `CallbackTimer` (id, name, service, instance, scheduled_at, run), built from the message, and then the timer's own
-        arguments. The task's name is Celery's own, ``module.function``.
+        ``@timers.callback``, ``@timers.callback("name")`` or ``@timers.callback(schedule=60)``. The
+        function gets a `CallbackTimer` (id, name, service, instance, scheduled_at, run), built from
+        the message, and then the timer's own arguments. The task's name is Celery's own,
+        ``module.function``.
 
         Args:
             name: the callback's short name; by default the function's.
-            schedule: declares a static timer of that name, which every beat of the app creates once.
-            **options: further options of the Celery task; with a schedule, ``args``, ``kwargs``, ``timezone`` and
+            schedule: declares a static timer of that name, which every beat of the app creates
+                once.
+            **options: further options of the Celery task; with a schedule, ``args``, ``kwargs``,
+            ``timezone`` and
                 ``description`` are the timer's.
 
         Raises:
@@ -130,9 +134,9 @@ class DistributedTimer:
         name: str | None,
         schedule: ScheduleLike | None,
         options: dict[str, Any],
-    ) -> Task:
+    ) -> Task[..., Any]:
         short_name = name or function.__name__
-        timer_fields = {
+        timer_fields: dict[str, Any] = {
             key: options.pop(key)
             for key in ("args", "kwargs", "timezone", "description")
             if key in options
@@ -144,14 +148,15 @@ class DistributedTimer:
                 "a schedule beside it: it belongs to the static timer",
             )
         options.setdefault("name", self.app.gen_task_name(function.__name__, function.__module__))
-        task: Task = self.app.task(bind=True, **options)(callback_body(function))
+        decorator: Any = self.app.task(bind=True, **options)
+        task: Task[..., Any] = decorator(callback_body(function))
         self.register_callback(short_name, task)
         if schedule is not None:
-            entry = {"task": options["name"], "schedule": schedule, **timer_fields}
+            entry: dict[str, Any] = {"task": options["name"], "schedule": schedule, **timer_fields}
             declare(self.app, short_name, entry)
         return task
 
-    def register_callback(self, name: str, task: Task | str) -> None:
+    def register_callback(self, name: str, task: Task[..., Any] | str) -> None:
         """Give a Celery task a short name that timers can use.
 
         Raises:
@@ -162,7 +167,8 @@ class DistributedTimer:
         known = self._callbacks.get(name)
         if known is not None and _task_name(known) != _task_name(task):
             raise InvalidTimerError(
-                f"the callback name {name!r} is taken by {_task_name(known)}; give {_task_name(task)} another"
+                f"the callback name {name!r} is taken by {_task_name(known)}; "
+                f"give {_task_name(task)} another"
             )
         self._callbacks[name] = task
 
@@ -182,18 +188,22 @@ class DistributedTimer:
     ) -> str:
         """Create a timer, or update the one of that name; return its id.
 
-        A new interval timer runs first one interval after its creation. Creating the same again changes nothing; changing
-        the arguments alone keeps the timer's phase; another schedule starts it anew.
+        A new interval timer runs first one interval after its creation. Creating the same again
+        changes nothing; changing the arguments alone keeps the timer's phase; another schedule
+        starts it anew.
 
         Args:
             name: any text; it identifies the timer.
-            schedule: seconds, a timedelta, a crontab, a solar event, a five-field cron text, or a datetime for a single run.
-            callback: a task, its name, the short name of a callback, or a signature (``task.s(...)``).
+            schedule: seconds, a timedelta, a crontab, a solar event, a five-field cron text, or a
+                datetime for a single run.
+            callback: a task, its name, the short name of a callback, or a signature
+                (``task.s(...)``).
             args: positional arguments, before which a callback gets its timer.
             kwargs: keyword arguments.
             timezone: the zone of a crontab, by default the app's.
             description: shown to people.
-            **options: what ``apply_async`` takes: queue, priority, expires (seconds from the sending), headers, ...
+            **options: what ``apply_async`` takes: queue, priority, expires (seconds from the
+            sending), headers, ...
 
         Raises:
             InvalidTimerError: something cannot be used; nothing was stored.
@@ -214,14 +224,15 @@ class DistributedTimer:
     def create_timers(self, timers: Iterable[Mapping[str, Any]]) -> list[str]:
         """Create or update many timers; return their ids in order.
 
-        All are checked before the first is stored. They are stored in batches: should Redis fail in between, calling
-        again with the same timers completes the work.
+        All are checked before the first is stored. They are stored in batches: should Redis fail in
+        between, calling again with the same timers completes the work.
 
         Args:
             timers: the keywords of `create_timer`, a dict for each timer.
 
         Raises:
-            InvalidTimerError: one cannot be used (its place and name are in the message); nothing was stored.
+            InvalidTimerError: one cannot be used (its place and name are in the message); nothing
+                was stored.
         """
         definitions: dict[str, Definition] = {}
         for place, keywords in enumerate(timers):
@@ -237,10 +248,10 @@ class DistributedTimer:
     def _definition_at(self, place: int, keywords: Mapping[str, Any]) -> Definition:
         if not isinstance(keywords, Mapping):
             raise invalid(f"timers[{place}]", keywords, "a dict with the keywords of create_timer")
+        missing = sorted({"name", "schedule", "callback"} - keywords.keys())
+        if missing:
+            raise InvalidTimerError(f"timers[{place}]: {', '.join(missing)} is missing")
         try:
-            missing = {"name", "schedule", "callback"} - keywords.keys()
-            if missing:
-                raise InvalidTimerError(f"{', '.join(sorted(missing))} is missing")
             return self._definition(**keywords)
         except InvalidTimerError as exc:
             raise InvalidTimerError(
@@ -302,7 +313,7 @@ class DistributedTimer:
                 "the signature of a single task; canvas is not supported as a callback",
             )
         return (
-            callback.task,
+            str(callback.task),
             given[0] or tuple(callback.args),
             {**callback.kwargs, **given[1]},
             {
@@ -347,7 +358,8 @@ class DistributedTimer:
 
         Args:
             status: only those with this status.
-            name: only those whose name matches, ``*`` and ``?`` standing for any text and any character.
+            name: only those whose name matches, ``*`` and ``?`` standing for any text and any
+                character.
             task: only those with this task, or callback's short name.
             instance: only those that this instance owns.
             offset: how many to leave out at the front.
@@ -382,8 +394,8 @@ class DistributedTimer:
         """Return the timers that an instance owns, by their next run.
 
         Args:
-            instance: its id; by default the instance that `start` runs in this process, or, without one, every instance
-                of the service (`Timer.instance` tells whose a timer is).
+            instance: its id; by default the instance that `start` runs in this process, or, without
+                one, every instance of the service (`Timer.instance` tells whose a timer is).
         """
         if instance is None and self._scheduler is not None:
             instance = self._scheduler.instance
@@ -404,7 +416,7 @@ class DistributedTimer:
         return self.store.pending_count(instance)
 
     def check_consistency(self) -> list[consistency.Violation]:
-        """Return what does not hold between the service's structures; an empty list when all is well."""
+        """Return what does not hold between the service's structures: nothing when all is well."""
         return consistency.check(self.store)
 
     # ------------------------------------------------------------ changing
@@ -414,12 +426,14 @@ class DistributedTimer:
 
         Args:
             timer: its id or name.
-            **changes: schedule, callback, args, kwargs, timezone, description, and message options, as `create_timer` takes
+            **changes: schedule, callback, args, kwargs, timezone, description, and message options,
+            as `create_timer` takes
                 them; an option given as None is removed.
 
         Raises:
             TimerNotFoundError: there is none.
-            InvalidTimerError: something cannot be used, or there is nothing left to change; nothing was stored.
+            InvalidTimerError: something cannot be used, or there is nothing left to change; nothing
+                was stored.
             ConflictError: others kept changing it.
         """
         if "name" in changes:
@@ -471,7 +485,7 @@ class DistributedTimer:
             )
 
     def stop_timer(self, timer: str) -> None:
-        """Stop a timer: it stays as ``stopped`` until it is resumed, gets another schedule, or is deleted.
+        """Stop a timer: it stays, ``stopped``, until it is resumed, rescheduled or deleted.
 
         Raises:
             TimerNotFoundError: there is none.
@@ -480,7 +494,7 @@ class DistributedTimer:
             raise _not_found(timer)
 
     def resume_timer(self, timer: str) -> None:
-        """Go on with a paused, stopped or broken timer at its next run; runs that passed meanwhile are skipped.
+        """Go on with a paused, stopped or broken timer at its next run; missed ones are skipped.
 
         Raises:
             TimerNotFoundError: there is none.
@@ -545,7 +559,7 @@ class DistributedTimer:
             return self._scheduler.instance
 
     def stop(self) -> None:
-        """Hand this process's timers over to other instances and end its scheduler; nothing when it does not run."""
+        """Hand this process's timers over to other instances and end its scheduler."""
         with self._lock:
             scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
@@ -578,7 +592,7 @@ class DistributedTimer:
         definition = decode_definition(blob)
         if definition.code_bound:
             raise InvalidTimerError(
-                f"timer {shown(timer)} takes its arguments from the code of its beat: change it there"
+                f"timer {shown(timer)} takes its arguments from its beat's code: change it there"
             )
         return state, definition
 
@@ -592,7 +606,7 @@ def _in_timezone(schedule: schedules.Schedule, timezone: tzinfo | str | None) ->
     """Return the schedule as another zone reads it; one that no zone changes as it is."""
     if not hasattr(schedule, "timezone") or timezone is None:
         return schedule
-    return replace(schedule, timezone=schedules.zone_name(timezone))  # type: ignore[type-var, call-arg]
+    return replace(schedule, timezone=schedules.zone_name(timezone))  # type: ignore[type-var]
 
 
 def _task_name(task: Any) -> str:

@@ -42,20 +42,28 @@ def timer_of(request: Any) -> CallbackTimer | None:
     return CallbackTimer.from_header(header) if header else None
 
 
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
 def callback_body(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the body of a bound Celery task that calls the function with its timer first.
 
-    Called as a plain function (in a test, say) the task passes its arguments on unchanged; sent by other means than a
-    timer, it passes None for the timer.
+    Called as a plain function (in a test, say) the task passes its arguments on unchanged; sent by
+    other means than a timer, it passes None for the timer.
 
     Raises:
         InvalidTimerError: the function takes no positional argument for its timer.
     """
     signature = inspect.signature(function)
-    first, *others = list(signature.parameters.values()) or [None]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if first is None or first.kind not in (*positional, inspect.Parameter.VAR_POSITIONAL):
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[0].kind not in _POSITIONAL:
         raise invalid("callback", function, "a function whose first argument is its timer")
+
+    first, *others = parameters
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
