@@ -245,7 +245,7 @@ def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
         logger.warning("Timer %s goes to another instance: %s", timer.id, why)
         return Settlement(timer, "lacking", delay_ms=_LACKING_MS)
     logger.error("Timer %s is broken and set aside: %s", timer.id, why)
-    return Settlement(timer, "broken", reason=str(why))
+    return Settlement(timer, "broken" if timer.is_readable else "unreadable", reason=str(why))
 
 
 def _ran(timer: DueTimer, definition: Definition, now_ms: int) -> Settlement:

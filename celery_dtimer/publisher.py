@@ -12,19 +12,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from celery import Celery
+from celery.app.routes import MapRoute
 from celery.beat import BeatLazyFunc
 from kombu.exceptions import OperationalError
 
 from celery_dtimer.capture import CapturingChannel, capture
 from celery_dtimer.errors import DistributedTimerError
-from celery_dtimer.model import Run
+from celery_dtimer.model import Definition, Run
 
 logger = logging.getLogger(__name__)
 
+_CACHED_CALLS = 20_000
 _LONGEST_BATCH = 0.5  # seconds after which what is confirmed is to be committed
 _TIME_LIMITS = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
@@ -67,6 +71,7 @@ class Publisher:
         self._on_progress = on_progress
         self._connection: Any = None
         self._producer: Any = None
+        self._calls: OrderedDict[int, _Call] = OrderedDict()
         self._failures: tuple[type[BaseException], ...] = (OperationalError, OSError)
 
     def __call__(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
@@ -91,6 +96,7 @@ class Publisher:
     def close(self) -> None:
         """Drop the connection; the next run opens a new one."""
         connection, self._connection, self._producer = self._connection, None, None
+        self._calls.clear()  # queues are declared anew on another connection
         if connection is not None:
             with contextlib.suppress(Exception):  # whatever state it is in, it is given up
                 connection.release()
@@ -205,25 +211,55 @@ class Publisher:
     # -- Celery
 
     def _apply(self, run: Run) -> None:
-        definition, options = run.definition, dict(run.definition.options)
-        task = self._app.tasks.get(definition.task)
+        call = self._call_of(run.definition)
+        headers = {**call.headers, "celery_beat_task": True, "dtimer": run.header}
+        options = {**call.options, "headers": headers, "task_id": run.task_id}
+        args, kwargs = call.args, call.kwargs
+        if call.is_lazy:
+            args = tuple(_evaluated(value) for value in args)
+            kwargs = {key: _evaluated(value) for key, value in kwargs.items()}
+        if call.is_declared:
+            options["declare"] = []
+        call.send(args, kwargs, producer=self._producer, **options)
+        call.is_declared = call.may_skip_declaration
+
+    def _call_of(self, definition: Definition) -> _Call:
+        """Return what is the same for every run of a definition; kept for those that run often."""
+        known = self._calls.get(id(definition))
+        if known is not None and known.definition is definition:
+            return known
+        call = _Call(self._app, definition)
+        self._calls[id(definition)] = call
+        if len(self._calls) > _CACHED_CALLS:
+            self._calls.popitem(last=False)
+        return call
+
+
+class _Call:
+    """What ``apply_async`` is called with for every run of a definition."""
+
+    def __init__(self, app: Celery, definition: Definition) -> None:
+        task = app.tasks.get(definition.task)
+        options = dict(definition.options)
         ignore_result = options.pop("ignore_result", None if task is None else task.ignore_result)
+        self.definition = definition
         # Nobody waits for the result here: with ignore_result Celery does not subscribe to it,
         # which would last as long as the process; the header tells the worker what the task says.
-        headers = {"ignore_result": ignore_result, **(options.pop("headers", None) or {})}
-        options.setdefault("retry", False)  # the timer tries again, not the call
-        options.update(
-            task_id=run.task_id,
-            producer=self._producer,
-            ignore_result=True,
-            headers={**headers, "celery_beat_task": True, "dtimer": run.header},
+        self.headers = {"ignore_result": ignore_result, **(options.pop("headers", None) or {})}
+        # The timer tries again, not the call.
+        self.options = {"retry": False, **options, "ignore_result": True}
+        self.args = tuple(definition.args)
+        self.kwargs = dict(definition.kwargs)
+        self.is_lazy = any(
+            isinstance(value, BeatLazyFunc) for value in (*self.args, *self.kwargs.values())
         )
-        args = tuple(_evaluated(value) for value in definition.args)
-        kwargs = {key: _evaluated(value) for key, value in definition.kwargs.items()}
-        if task is None:
-            self._app.send_task(definition.task, args, kwargs, **options)
-        else:
-            task.apply_async(args, kwargs, **options)
+        self.send: Callable[..., Any] = (
+            partial(app.send_task, definition.task) if task is None else task.apply_async
+        )
+        # Routes that are functions may choose another queue each time.
+        fixed = all(isinstance(route, MapRoute) for route in app.amqp.routes)
+        self.may_skip_declaration = fixed and "declare" not in options
+        self.is_declared = False
 
 
 def _failures_of(transport: Any) -> tuple[type[BaseException], ...]:

@@ -419,14 +419,16 @@ class Crontab(Schedule):
         return None
 
     def _next_fixed(self, after: int) -> int | None:
-        shown, wall = _FIRST_MS, None
+        # A time has had its run once clocks have shown it or a later one, also before they were
+        # put back.
+        shown, wall = after - _TWO_DAYS_S, None
         for start, end, offset in _periods_from(self.timezone, after - _TWO_DAYS_S):
+            if start < after:
+                shown = max(shown, min(end, after) + offset)
             if end <= after:
-                # What clocks showed before they were put back has had its run.
-                shown = max(shown, end + offset)
                 continue
             if wall is None:
-                wall = self._next_wall(max(shown, after + offset))
+                wall = self._next_wall(shown)
             if wall is None or wall < end + offset:
                 return None if wall is None else max(start, wall - offset)
         return None

@@ -66,7 +66,6 @@ _SCRIPTS = (
     *("due", "commit", "purge", "scrub"),
 )
 _FENCED, _BUSY = -1, -2
-_DUE_STRIDE = 10  # values that `due.lua` answers for a timer
 
 # What a server answers that will serve later, or that is no longer the right one.
 _PASSING = (
@@ -175,7 +174,6 @@ class DueTimer:
     last_sent: str
     attempts: int
     parent: str
-    source: str
 
     @property
     def due_ms(self) -> int:
@@ -213,21 +211,23 @@ class Settlement:
     """What was done with a due timer, for its commit."""
 
     timer: DueTimer
-    done: str  #: run, refused, broken, missing or lacking
+    done: str  #: run, refused, lacking, broken, unreadable or missing
     next_due_ms: int | None = None
     skipped: int = 0
     summary: str = ""
     delay_ms: int = 0
     reason: str = ""
 
-    def arguments(self) -> tuple[str, ...]:
-        """Return the eight values that ``commit.lua`` takes for it."""
-        timer = self.timer
-        read = (timer.id, timer.created, timer.revision, timer.due, self.done)
+    def argument(self) -> str:
+        """Return the text that ``commit.lua`` takes for it."""
+        timer, first, second, text = self.timer, "-", "-", self.reason
         if self.done == "run":
-            next_due = "" if self.next_due_ms is None else str(self.next_due_ms)
-            return (*read, next_due, str(self.skipped), self.summary)
-        return (*read, str(self.delay_ms), "", self.reason)
+            first = "-" if self.next_due_ms is None else str(self.next_due_ms)
+            second, text = str(self.skipped), self.summary
+        elif self.delay_ms:
+            first = str(self.delay_ms)
+        read = f"{timer.id} {timer.created or '-'} {timer.revision or '-'} {timer.due or '-'}"
+        return f"{read} {self.done} {first} {second} {text}"
 
 
 #: The codes of ``commit.lua``.
@@ -417,8 +417,7 @@ class Store:
         """Read the instance's due timers, soonest first."""
         answer = self._call("due", instance, epoch, limit)
         now_ms, heartbeat_ms, next_ms = answer[:3]
-        rows = (answer[start : start + _DUE_STRIDE] for start in range(3, len(answer), _DUE_STRIDE))
-        timers = [_due_timer(*row) for row in rows]
+        timers = [_due_timer(text) for text in answer[3:]]
         return Turn(now_ms, heartbeat_ms, next_ms if next_ms >= 0 else None, timers)
 
     def commit(
@@ -430,9 +429,9 @@ class Store:
         changes nothing.
         """
         keep_ms = round(self.settings.keep_finished * 1000)
-        arguments = [value for settlement in settlements for value in settlement.arguments()]
-        codes = self._call("commit", instance, epoch, sequence, keep_ms, *arguments)
-        return list(codes)
+        arguments = [settlement.argument() for settlement in settlements]
+        codes: str = self._call("commit", instance, epoch, sequence, keep_ms, *arguments)
+        return [int(code) for code in codes.split()]
 
     def definitions(self, ids: Sequence[str]) -> list[str | None]:
         """Return the stored definition of each id."""
@@ -723,20 +722,14 @@ def _maybe_int(text: str | None) -> int | None:
     return int(text) if text else None
 
 
-def _due_timer(
-    id: str,
-    status: str,
-    revision: str,
-    created: str,
-    due: str,
-    runs: str,
-    last_sent: str,
-    attempts: str,
-    parent: str,
-    source: str,
-) -> DueTimer:
-    counts = (_number(runs), last_sent, _number(attempts))
-    return DueTimer(id, status, revision, created, due, *counts, parent, source)
+def _due_timer(text: str) -> DueTimer:
+    values = ["" if value == "-" else value for value in text.split(" ")]
+    if len(values) != 9:  # edited by hand
+        return DueTimer(values[0], "active", "", "", "", 0, "", 0, "")
+    id, status, revision, created, due, runs, last_sent, attempts, parent = values
+    return DueTimer(
+        id, status, revision, created, due, _number(runs), last_sent, _number(attempts), parent
+    )
 
 
 def _instance(row: Mapping[str, str], owned: object) -> Instance:

@@ -1,29 +1,25 @@
 -- Settle what an instance has done with its due timers: each one only if it is still as it was read.
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] sequence number of this call
--- ARGV[5] ms that a finished one-shot is kept   then per timer, eight values:
+-- ARGV[5] ms that a finished one-shot is kept   then per timer, one text with blanks in between:
 --   id, created, revision, due (as they were read), what was done, and by what was done:
---     run      next due in ms ("" it has finished), runs skipped, definition that is kept of a finished one
---     refused  ms until it is tried again, "", ""
---     broken   "", "", reason
---     missing  "", "", ""   there was no active timer's hash
---     lacking  ms until it is tried again, "", ""   it needs code that another instance may have
--- Returns one code per timer: 1 settled, 0 owned by another instance, -2 changed, -3 gone, -4 not active;
--- or -1 alone when the epoch is over. A refused run is remembered in its timer as last_sent, if it is the same creation.
+--     run         next due in ms ("-" it has finished), runs skipped, definition that is kept of a finished one
+--     refused     ms until it is tried again, "-"
+--     lacking     ms until it is tried again, "-"   it needs code that another instance may have
+--     broken      "-", "-", reason
+--     unreadable  "-", "-", reason   its state could not be read: it is not compared
+--     missing     "-", "-"   there was no active timer's hash
+-- Returns one code per timer, with blanks in between: 1 settled, 0 owned by another instance, -2 changed, -3 gone,
+-- -4 not active; or the number -1 when the epoch is over. A refused run is remembered in its timer as last_sent, if it is the same creation.
 -- A call with the number of the last one (its reply was lost) gets that answer and changes nothing.
 -- Worst case: O(timers of the call * log timers).
 
-local STRIDE = 8
 local id, sequence, keep = ARGV[2], ARGV[4], tonumber(ARGV[5])
 local instance, own = key('instance', id), key('instance_timers', id)
 local live = holds_epoch(id, ARGV[3])
 local last = live and fields(instance, 'commit_sequence', 'commit_answer') or {}
 if last[1] == sequence then
-  local answer = {}
-  for code in string.gmatch(last[2], '%S+') do
-    table.insert(answer, tonumber(code))
-  end
-  return answer
+  return last[2]
 end
 
 local function finish(timer, row, due, summary)
@@ -85,10 +81,10 @@ local function remember(timer, due, row)
   end
 end
 
-local codes, counts = {}, {run = 0, refused = 0, broken = 0, missing = 0, lacking = 0, skipped = 0}
-for i = 6, #ARGV, STRIDE do
-  local timer, created, revision, due, done = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
-  local first, second, third = ARGV[i + 5], ARGV[i + 6], ARGV[i + 7]
+local codes, counts = {}, {run = 0, refused = 0, broken = 0, unreadable = 0, missing = 0, lacking = 0, skipped = 0}
+for i = 6, #ARGV do
+  local timer, created, revision, due, done, first, second, third =
+    string.match(ARGV[i], '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+) ?(.*)$')
   local values = fields(key('timer', timer), 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent',
     'attempts', 'parent', 'source')
   local row = {runs = values[6], last_sent = values[7], attempts = values[8], parent = values[9], source = values[10]}
@@ -108,13 +104,16 @@ for i = 6, #ARGV, STRIDE do
       set_aside(timer, id, values[1], '')
       code = 1
     end
-  elseif not live or values[2] ~= id then
+  elseif not live then
     code = 0
-  elseif done == 'missing' or values[3] ~= created or values[4] ~= revision or values[5] ~= due then
+  elseif values[2] ~= id then
+    code = 0
+    redis.call('ZREM', own, timer) -- edited by hand: its hash says whose it is
+  elseif done ~= 'unreadable' and (done == 'missing' or values[3] ~= created or values[4] ~= revision or values[5] ~= due) then
     code = -2
   else
     code = 1
-    if done == 'run' and first == '' then
+    if done == 'run' and first == '-' then
       finish(timer, row, due, third)
     elseif done == 'run' then
       advance(timer, row, due, first, second)
@@ -139,10 +138,11 @@ if not live then
 end
 
 send_wake_ups()
-redis.call('HSET', instance, 'commit_sequence', sequence, 'commit_answer', table.concat(codes, ' '))
+local answer = table.concat(codes, ' ')
+redis.call('HSET', instance, 'commit_sequence', sequence, 'commit_answer', answer)
 for name, count in pairs({sent = counts.run, skipped = counts.skipped, refused = counts.refused}) do
   if count > 0 then
     redis.call('HINCRBY', instance, name, count)
   end
 end
-return codes
+return answer

@@ -1,9 +1,9 @@
 -- Read up to ARGV[4] due timers of one instance, in the order of their time.
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] limit
--- Returns {now, last heartbeat of the instance, time of the next timer after these or -1, then per timer ten values:
--- id, status, revision, created, due, runs, last_sent, attempts, parent, source}, or -1 when the epoch is over.
--- A timer whose hash is gone, or is something else, has "" for status.
+-- Returns {now, last heartbeat of the instance, time of the next timer after these or -1, then per timer one text with
+-- blanks in between: id, status, revision, created, due, runs, last_sent, attempts, parent}, or -1 when the epoch is over.
+-- What is not there is "-"; a timer whose hash is gone, or is something else, has "-" for status.
 -- Worst case: O(log timers + limit).
 
 local id, limit = ARGV[2], tonumber(ARGV[4])
@@ -16,10 +16,10 @@ local following = redis.call('ZRANGE', own, #ids, #ids, 'WITHSCORES')[2]
 local answer = {NOW, tonumber(redis.call('ZSCORE', INSTANCES, id)), following and tonumber(following) or -1}
 for _, timer in ipairs(ids) do
   local row = fields(key('timer', timer), 'status', 'revision', 'created', 'due', 'runs', 'last_sent', 'attempts',
-    'parent', 'source')
-  table.insert(answer, timer)
-  for i = 1, 9 do
-    table.insert(answer, row[i] or '')
+    'parent')
+  for i = 1, 8 do
+    row[i] = row[i] or '-'
   end
+  answer[#answer + 1] = timer .. ' ' .. table.concat(row, ' ')
 end
 return answer
