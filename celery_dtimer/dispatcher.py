@@ -12,15 +12,16 @@ script.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from celery_dtimer import policy
-from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError
+from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
 from celery_dtimer.model import Definition, Lease, Run, decode_definition
 from celery_dtimer.publisher import BrokerDownError, Outcome, RefusedError, UnsendableError
-from celery_dtimer.store import BATCH, COMMIT_REFUSALS, COMMITTED, DueTimer, Settlement, Store, Turn
+from celery_dtimer.store import BATCH, COMMIT_REFUSALS, COMMITTED, DueTimer, Settlement, Store
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,8 @@ class Pass:
     """What one pass has done."""
 
     sent: int = 0
-    refused: int = 0
-    broken: int = 0
-    missing: int = 0
+    set_aside: int = 0
+    postponed: int = 0
     more: bool = False  #: more timers are due already
     next_in: float | None = None  #: seconds until the next timer is to be looked at
     broker_down: bool = False
@@ -62,6 +62,7 @@ class Dispatcher:
         bound: Mapping[str, Definition],
         may_send: Callable[[Lease], bool],
         on_progress: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare a dispatcher.
 
@@ -71,12 +72,14 @@ class Dispatcher:
             bound: by name, the definitions whose arguments only the code has.
             may_send: says whether a lease still holds; asked before every batch.
             on_progress: called after every batch and commit.
+            clock: monotonic seconds.
         """
         self._store = store
         self._publish = publish
         self._bound = bound
         self._may_send = may_send
         self._on_progress = on_progress
+        self._clock = clock
         self._definitions: OrderedDict[str, tuple[str, Definition]] = OrderedDict()
         self._sequence = 0
         self._unsettled: list[Settlement] = []
@@ -91,6 +94,7 @@ class Dispatcher:
                 pass.
         """
         self.settle(lease)
+        started = self._clock()
         turn = self._store.due(lease.instance, lease.epoch, self._store.settings.batch_size)
         if turn.heartbeat_ms < lease.heartbeat_ms:
             self._store.close()
@@ -100,19 +104,20 @@ class Dispatcher:
         counts: Counter[str] = Counter()
         broker_down = False
         for start in range(0, len(turn.timers), BATCH):
-            settlements, broker_down = self._dispatch(
-                lease, turn, turn.timers[start : start + BATCH]
-            )
+            batch = turn.timers[start : start + BATCH]
+            settlements, broker_down = self._dispatch(lease, turn.now_ms, batch)
             counts.update(settlement.done for settlement in settlements)
             if broker_down or not self._may_send(lease):
                 break
+        next_in = None
+        if turn.next_ms is not None:
+            next_in = (turn.next_ms - turn.now_ms) / 1000 - (self._clock() - started)
         return Pass(
             sent=counts["run"],
-            refused=counts["refused"],
-            broken=counts["broken"],
-            missing=counts["missing"],
+            set_aside=counts["broken"] + counts["unreadable"] + counts["missing"],
+            postponed=counts["refused"] + counts["lacking"],
             more=len(turn.timers) >= self._store.settings.batch_size,
-            next_in=None if turn.next_ms is None else (turn.next_ms - turn.now_ms) / 1000,
+            next_in=next_in,
             broker_down=broker_down,
         )
 
@@ -146,32 +151,31 @@ class Dispatcher:
     # -- one batch
 
     def _dispatch(
-        self, lease: Lease, turn: Turn, timers: Sequence[DueTimer]
+        self, lease: Lease, now_ms: int, timers: Sequence[DueTimer]
     ) -> tuple[list[Settlement], bool]:
         """Publish and commit a batch; return what was done, and whether the broker is down."""
         definitions = self._definitions_of(timers)
-        settlements: list[Settlement] = []
-        runs: list[tuple[DueTimer, Run]] = []
+        settled: list[Settlement] = []
+        runs: list[tuple[Settlement, Run]] = []
         for timer in timers:
             definition = definitions[timer.id]
-            if not isinstance(definition, Definition):
-                settlements.append(_set_aside(timer, definition))
-            elif timer.is_sent:
-                settlements.append(_ran(timer, definition, turn.now_ms))
+            settlement = _decide(timer, definition, now_ms)
+            if settlement.done == "run" and not timer.is_sent:
+                assert isinstance(definition, Definition)  # noqa: S101 - else it would not run
+                runs.append((settlement, self._run(lease, timer, definition)))
             else:
-                runs.append((timer, self._run(lease, timer, definition)))
+                settled.append(settlement)
         if not self._may_send(lease):
             return [], False
-        outcomes = (
-            self._publish([run for _, run in runs], lambda: self._may_send(lease)) if runs else []
-        )
-        broker_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
-        for (timer, run), outcome in zip(runs, outcomes, strict=False):
-            settlements.extend(_settle(timer, run, outcome, turn.now_ms))
-        self._unsettled = settlements
+        outcomes: list[Outcome] = []
+        if runs:
+            outcomes = self._publish([run for _, run in runs], lambda: self._may_send(lease))
+        for (settlement, run), outcome in zip(runs, outcomes, strict=False):
+            settled.extend(_settle(settlement, run, outcome))
+        self._unsettled = settled
         self._on_progress()
         self.settle(lease)
-        return settlements, broker_down
+        return settled, any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
 
     def _run(self, lease: Lease, timer: DueTimer, definition: Definition) -> Run:
         return Run(
@@ -233,13 +237,26 @@ def _unreadable(timer: DueTimer) -> InvalidTimerError | None:
     )
 
 
+def _decide(
+    timer: DueTimer, definition: Definition | InvalidTimerError | None, now_ms: int
+) -> Settlement:
+    """Return what is to be done with a due timer: ``run`` when it is to be sent."""
+    if not isinstance(definition, Definition):
+        return _set_aside(timer, definition)
+    if timer.parent:
+        return Settlement(timer, "run")
+    try:
+        plan = policy.plan(definition, timer.due_ms, now_ms)
+    except Exception as exc:  # its schedule fails: that must not stop the others
+        return _set_aside(timer, InvalidTimerError(f"its schedule fails: {exc!r}"))
+    summary = definition.summary if plan.next_due_ms is None else ""
+    return Settlement(timer, "run", plan.next_due_ms, plan.skipped, summary)
+
+
 def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
     if why is None:
-        logger.error(
-            "Timer %s: it is no active timer (%s); removed from the queue",
-            timer.id,
-            timer.status or "gone",
-        )
+        state = timer.status or "gone"
+        logger.error("Timer %s is not an active one (%s): out of the queue", timer.id, state)
         return Settlement(timer, "missing")
     if isinstance(why, LackingError):
         logger.warning("Timer %s goes to another instance: %s", timer.id, why)
@@ -248,36 +265,27 @@ def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
     return Settlement(timer, "broken" if timer.is_readable else "unreadable", reason=str(why))
 
 
-def _ran(timer: DueTimer, definition: Definition, now_ms: int) -> Settlement:
-    if timer.parent:
-        return Settlement(timer, "run")
-    plan = policy.plan(definition, timer.due_ms, now_ms)
-    summary = definition.summary if plan.next_due_ms is None else ""
-    return Settlement(
-        timer, "run", next_due_ms=plan.next_due_ms, skipped=plan.skipped, summary=summary
-    )
-
-
-def _settle(timer: DueTimer, run: Run, outcome: Outcome, now_ms: int) -> Iterator[Settlement]:
+def _settle(planned: Settlement, run: Run, outcome: Outcome) -> Iterator[Settlement]:
     """Yield what is to be committed for a run: nothing when the broker is down."""
+    timer, name = planned.timer, shown(run.definition.name)
     if outcome is None:
         logger.debug(
             "Sent %s (%s) scheduled at %s as task %s",
-            run.definition.name,
+            name,
             run.definition.task,
-            run.scheduled_ms,
+            run.header["scheduled_at"],
             run.task_id,
         )
-        yield _ran(timer, run.definition, now_ms)
+        yield planned
     elif isinstance(outcome, RefusedError):
         delay_ms = round(policy.retry_delay(timer.attempts) * 1000)
         logger.warning(
             "Timer %s: the broker refused its message, next try in %s ms: %s",
-            run.definition.name,
+            name,
             delay_ms,
             outcome,
         )
         yield Settlement(timer, "refused", delay_ms=delay_ms)
     elif isinstance(outcome, UnsendableError):
-        logger.error("Timer %s is broken and set aside: %s", run.definition.name, outcome)
+        logger.error("Timer %s is broken and set aside: %s", name, outcome)
         yield Settlement(timer, "broken", reason=str(outcome))

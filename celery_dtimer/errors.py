@@ -59,7 +59,10 @@ _SHOWN = 80  # characters of a wrong value that a message repeats
 
 def shown(value: object) -> str:
     """Return a value's ``repr``, cut so that a message stays readable."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a huge int has none, and a user's class may fail
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 

@@ -104,6 +104,8 @@ class Membership:
         self._next_check = 0.0
         self._scrub_position = 0
         self._must_rebalance = False
+        #: Set when a step is due before its time.
+        self.attention = threading.Event()
 
     # -- what the loop sees
 
@@ -120,6 +122,7 @@ class Membership:
     def report_fenced(self, epoch: int) -> None:
         """Note that an epoch is over: a newer registration is needed."""
         self._refused_epoch = max(self._refused_epoch, epoch)
+        self.attention.set()
 
     def now(self) -> float:
         """Return the clock that the lease is compared with."""
@@ -170,7 +173,7 @@ class Membership:
             logger.warning(
                 "Instance %s: epoch %s is over; registering anew", lease.instance, lease.epoch
             )
-            self.report_fenced(lease.epoch)
+            self._refused_epoch = max(self._refused_epoch, lease.epoch)
             self._lease = None
             return None
         changed = heartbeat.members != lease.members or self._lease is not lease
@@ -296,11 +299,13 @@ class MembershipThread(threading.Thread):
                 failures += 1
                 logger.exception("Membership: unexpected failure; trying again")
                 wait = _LAST_RETRY
-            self._stopped.wait(wait)
+            self._membership.attention.wait(wait)
+            self._membership.attention.clear()
 
     def stop(self, timeout: float) -> None:
         """End the thread, waiting at most ``timeout`` seconds for a call in flight."""
         self._stopped.set()
+        self._membership.attention.set()
         self.join(timeout)
 
 

@@ -39,6 +39,7 @@ def arm(
     *,
     last_run_ms: int | None = None,
     adopt: bool = False,
+    revive: bool = False,
 ) -> Arming | None:
     """Return how an upsert leaves the timer, or None when it changes nothing.
 
@@ -54,9 +55,13 @@ def arm(
         last_run_ms: when a timer that is new here ran last.
         adopt: the timer is to be written even when its definition is the same, since its source
             changes.
+        revive: a broken timer is to be tried again even when its definition is the same, since
+            the code that it failed on may be another by now.
     """
     if existing is None:
         return _active(_first(definition, now_ms, last_run_ms))
+    if existing.status == "broken" and revive:
+        return _active(_first(definition, now_ms, None))
     if existing.revision == definition.revision:
         return (
             Arming(existing.status, keeps_due=True) if adopt and not existing.is_finished else None

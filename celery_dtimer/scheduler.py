@@ -11,18 +11,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from celery import Celery
 from celery.beat import Scheduler
 
+from celery_dtimer import policy
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass
 from celery_dtimer.errors import DistributedTimerError, FencedError
 from celery_dtimer.membership import Identity, Membership, MembershipThread, leave, local_host
 from celery_dtimer.model import Lease, new_instance_id, process_instance_id
-from celery_dtimer.policy import retry_delay
 from celery_dtimer.publisher import Publisher
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store
@@ -44,21 +44,25 @@ class Loop:
         static: StaticSchedule,
         *,
         longest_wait: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare a loop; ``longest_wait`` bounds the seconds that `step` answers."""
+        """Prepare a loop; ``longest_wait`` bounds the seconds that `step` waits for timers."""
         self._dispatcher = dispatcher
         self._membership = membership
         self._static = static
         self._longest_wait = longest_wait
         self._reconciled: tuple[int, int] | None = None
+        self._clock = clock
+        self._not_before = 0.0
         self._broker_failures = 0
         self._store_failures = 0
 
     def step(self) -> float:
         """Dispatch what is due; return the seconds to wait unless a wake-up comes first."""
         lease = self._membership.lease
-        if lease is None:
-            return self._waiting(self._longest_wait)
+        pause = self._not_before - self._clock()
+        if lease is None or pause > 0:
+            return self._waiting(self._longest_wait if lease is None else pause)
         try:
             self._reconcile(lease)
             done = self._dispatcher.step(lease)
@@ -69,11 +73,9 @@ class Loop:
         except DistributedTimerError as exc:
             self._store_failures += 1
             if self._store_failures == 1:
-                logger.error("Dispatch waits: %s", exc)
-            return self._waiting(retry_delay(self._store_failures))
-        if self._store_failures:
-            logger.info("Dispatch goes on: Redis answers again")
-            self._store_failures = 0
+                logger.warning("Dispatch waits: %s", exc)
+            return self._backing_off(self._store_failures)
+        self._store_failures = 0
         return self._after(done)
 
     def settle(self, lease: Lease) -> None:
@@ -87,19 +89,13 @@ class Loop:
             self._reconciled = seen
 
     def _after(self, done: Pass) -> float:
-        if done.sent or done.refused or done.broken or done.missing:
-            logger.info(
-                "Dispatched %s runs (%s refused, %s broken, %s missing)",
-                done.sent,
-                done.refused,
-                done.broken,
-                done.missing,
-            )
+        if done.sent:
+            logger.info("Dispatched %s runs", done.sent)
         if done.broker_down:
             self._broker_failures += 1
             if self._broker_failures == 1:
-                logger.error("The broker does not answer; its runs wait")
-            return self._waiting(retry_delay(self._broker_failures))
+                logger.error("The broker does not answer: runs wait for it")
+            return self._backing_off(self._broker_failures)
         if self._broker_failures and done.sent:
             logger.info("The broker answers again")
             self._broker_failures = 0
@@ -107,6 +103,12 @@ class Loop:
             return self._waiting(0.0)
         next_in = self._longest_wait if done.next_in is None else done.next_in
         return self._waiting(min(max(next_in, 0.0), self._longest_wait))
+
+    def _backing_off(self, failures: int) -> float:
+        """Wait whatever wakes the loop meanwhile."""
+        delay = policy.retry_delay(failures)
+        self._not_before = self._clock() + delay
+        return self._waiting(delay)
 
     def _waiting(self, seconds: float) -> float:
         self._membership.report_progress(seconds)
@@ -238,7 +240,7 @@ class Runtime:
             except DistributedTimerError as exc:
                 failures += 1
                 logger.debug("The listener for wake-ups reconnects: %s", exc)
-                self._stopped.wait(retry_delay(failures))
+                self._stopped.wait(policy.retry_delay(failures))
 
 
 class DistributedScheduler(Scheduler):

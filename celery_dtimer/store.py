@@ -214,7 +214,7 @@ class Settlement:
     done: str  #: run, refused, lacking, broken, unreadable or missing
     next_due_ms: int | None = None
     skipped: int = 0
-    summary: str = ""
+    summary: str = ""  #: what is kept of a one-shot that has run
     delay_ms: int = 0
     reason: str = ""
 
@@ -505,6 +505,7 @@ class Store:
                     now_ms,
                     last_run_ms=last_runs_ms.get(definition.name),
                     adopt=bool(source and state and state.source != source),
+                    revive=bool(source),
                 )
                 if arming is not None:
                     armed.append((definition, state, arming))
@@ -552,14 +553,14 @@ class Store:
 
     def states(self, ids: Sequence[str]) -> tuple[int, list[TimerState | None]]:
         """Return the server's time and each timer's state; None for one that is not there."""
-        with self._errors():
-            pipe = self.client.pipeline(transaction=False)
-            pipe.time()
-            for id in ids:
-                pipe.hgetall(self.keys("timer", id))
-            (seconds, micros), *rows = pipe.execute(raise_on_error=False)
-        now_ms = self._clock() if self._clock else int(seconds) * 1000 + int(micros) // 1000
-        return now_ms, [_state(id, row) for id, row in zip(ids, rows, strict=True)]
+        rows: list[object] = []
+        for batch in _chunks(ids, 1000):
+            with self._errors():
+                pipe = self.client.pipeline(transaction=False)
+                for id in batch:
+                    pipe.hgetall(self.keys("timer", id))
+                rows += pipe.execute(raise_on_error=False)
+        return self.now_ms(), [_state(id, row) for id, row in zip(ids, rows, strict=True)]
 
     def timers(self, ids: Sequence[str]) -> list[Timer]:
         """Return those of the timers that are there."""

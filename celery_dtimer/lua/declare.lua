@@ -3,7 +3,8 @@
 -- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] source   ARGV[5] digest of the declaration
 -- ARGV[6] 1 when these are the last ids   ARGV[7..] timer ids
 -- Returns 1 when this declaration counts: of those of the live instances it is the one first seen last; 0 when a newer one
--- does, or more ids are to come; -1 when the epoch is over.
+-- does, or more ids are to come; -1 when the epoch is over. A declaration that is new here changes the membership: who
+-- declared before may now be the one that has to write, or to delete.
 -- Worst case: O(instances + ids of the call).
 
 local id, source, digest = ARGV[2], ARGV[4], ARGV[5]
@@ -16,6 +17,7 @@ if #ARGV > 6 then
   redis.call('SADD', key('declaration', digest), unpack(ARGV, 7))
 end
 if ARGV[6] ~= '1' then
+  redis.call('HSET', key('instance', id), 'declaring', digest)
   return 0
 end
 if not redis.call('ZSCORE', seen, digest) then
@@ -23,7 +25,11 @@ if not redis.call('ZSCORE', seen, digest) then
   redis.call('ZADD', seen, whole(math.max(NOW, tonumber(latest or 0) + 1)), digest)
   redis.call('ZREMRANGEBYRANK', seen, 0, -KEPT - 1)
 end
+if fields(key('instance', id), 'declaration')[1] ~= digest then
+  redis.call('HINCRBY', META, 'members', 1)
+end
 redis.call('HSET', key('instance', id), 'source', source, 'declaration', digest)
+redis.call('HDEL', key('instance', id), 'declaring')
 local own = tonumber(redis.call('ZSCORE', seen, digest))
 for _, instance in ipairs(registered()) do
   local row = fields(key('instance', instance.id), 'source', 'declaration')

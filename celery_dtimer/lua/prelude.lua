@@ -27,6 +27,11 @@ local function whole(number)
   return string.format('%.0f', number)
 end
 
+-- A field's number; the default when it is not there, or was edited into something else.
+local function number(text, default)
+  return tonumber(text) or default
+end
+
 local function server_ms()
   if ARGV[1] ~= '' then
     return tonumber(ARGV[1])
@@ -163,6 +168,7 @@ local function erase_family(id)
   for _, trigger in ipairs(redis.call('SMEMBERS', key('triggers', id))) do
     erase(trigger)
   end
+  redis.call('DEL', key('triggers', id))
   erase(id)
 end
 
@@ -192,7 +198,8 @@ local function forget(id)
   redis.call('HINCRBY', META, 'members', 1)
   if declaration then
     for _, other in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
-      if fields(key('instance', other), 'declaration')[1] == declaration then
+      local row = fields(key('instance', other), 'declaration', 'declaring')
+      if row[1] == declaration or row[2] == declaration then
         return
       end
     end
@@ -201,13 +208,16 @@ local function forget(id)
 end
 
 -- Silence of everybody is no death: when the newest heartbeat is more than two intervals away from now, everybody gets
--- two intervals to be heard.
+-- two intervals to be heard, unless it is leaving. Nobody's lease ends earlier than its holder counts on.
 local function forgive_silence()
   local all = registered()
   local newest = all[#all]
   if newest and math.abs(NOW - newest.heartbeat) > 2 * newest.interval then
     for _, instance in ipairs(all) do
-      redis.call('ZADD', INSTANCES, whole(NOW - instance.timeout + 2 * instance.interval), instance.id)
+      local forgiven = NOW - instance.timeout + 2 * instance.interval
+      if instance.status ~= 'leaving' and (instance.heartbeat < forgiven or instance.heartbeat > NOW) then
+        redis.call('ZADD', INSTANCES, whole(forgiven), instance.id)
+      end
     end
   end
 end
@@ -228,13 +238,17 @@ local function next_expiry(id)
 end
 
 -- One instance moves timers at a time, for a second: twenty movers at once would stall the server's other clients.
+-- A lock that lasts longer is from before the clock went back.
+local MOVER_MS = 1000
+
 local function may_move(id)
   local row = fields(META, 'mover', 'mover_until')
-  return not row[1] or row[1] == id or tonumber(row[2] or 0) <= NOW
+  local left = number(row[2], 0) - NOW
+  return not row[1] or row[1] == id or left <= 0 or left > MOVER_MS
 end
 
 local function hold_mover(id)
-  redis.call('HSET', META, 'mover', id, 'mover_until', whole(NOW + 1000))
+  redis.call('HSET', META, 'mover', id, 'mover_until', whole(NOW + MOVER_MS))
 end
 
 local function release_mover()

@@ -29,11 +29,11 @@ for i = 1, #rows, 2 do
       redis.call('HINCRBY', META, 'members', 1)
     end
     report(id, row[1] and 'in the queue though ' .. row[1] or 'in the queue without a timer')
-  elseif not known[owner] or redis.call('ZSCORE', key('instance_timers', owner), id) ~= at then
+  elseif row[3] ~= at or not known[owner] or redis.call('ZSCORE', key('instance_timers', owner), id) ~= at then
     redis.call('ZREM', key('instance_timers', owner), id)
     redis.call('HSET', key('timer', id), 'at', at)
     assign(id, at, UNASSIGNED)
-    report(id, 'with no owner that knows it')
+    report(id, 'with another time, or no owner that knows it')
   end
 end
 if #rows / 2 == limit then

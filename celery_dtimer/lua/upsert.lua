@@ -13,7 +13,7 @@ local choose = placement(candidates())
 local function write(timer, row, i)
   local id, revision, status, due = ARGV[i], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5]
   local source, reason, definition, anew = ARGV[i + 6], ARGV[i + 7], ARGV[i + 8], ARGV[i + 9] == '1'
-  local created = tonumber(row.created or NOW)
+  local created = number(row.created, NOW)
   if not row.revision then
     redis.call('DEL', timer)
     created = NOW
@@ -23,9 +23,9 @@ local function write(timer, row, i)
   end
   local at
   if due == 'keep' then
-    due, at = row.due, row.at or row.due
+    due, at = row.due, row.due and whole(number(row.at, number(row.due, NOW)))
   elseif due ~= '' then
-    due = whole(math.max(tonumber(due), tonumber(row.last_run or -1) + 1, tonumber(row.last_sent or -1) + 1))
+    due = whole(math.max(tonumber(due), number(row.last_run, -1) + 1, number(row.last_sent, -1) + 1))
     at = due
   end
   redis.call('HSET', timer, 'status', status, 'revision', revision, 'created', whole(created))
@@ -36,12 +36,13 @@ local function write(timer, row, i)
     redis.call('HDEL', timer, 'due', 'at')
   end
   redis.call('SET', key('timer_definition', id), definition)
+  if row.source and row.source ~= source then
+    redis.call('HDEL', timer, 'source')
+    redis.call('SREM', key('static_timers', row.source), id)
+  end
   if source ~= '' then
     redis.call('HSET', timer, 'source', source)
     redis.call('SADD', key('static_timers', source), id)
-  elseif row.source then
-    redis.call('HDEL', timer, 'source')
-    redis.call('SREM', key('static_timers', row.source), id)
   end
   if status == 'active' then
     redis.call('ZREM', INACTIVE, id)
