@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
@@ -123,7 +124,7 @@ def definition_of(app: Celery, name: object, entry: object) -> Definition:
     if not isinstance(name, str):
         raise invalid("name", name, "a str")
     entry = _entry_fields(entry)
-    unknown = sorted(set(entry) - _FIELDS)
+    unknown = sorted(set(entry) - _FIELDS, key=str)
     if unknown:
         raise invalid("field", unknown[0], "one of " + ", ".join(sorted(_FIELDS)))
     task = entry.get("task")
@@ -135,6 +136,7 @@ def definition_of(app: Celery, name: object, entry: object) -> Definition:
         default_timezone=app.timezone,
         relative=bool(entry.get("relative", False)),
     )
+    schedule.first_run(time.time_ns() // 1_000_000)  # one that cannot be computed here shows it
     args, kwargs = entry.get("args") or (), entry.get("kwargs") or {}
     options = entry.get("options") or {}
     if not isinstance(args, (list, tuple)):
@@ -143,6 +145,9 @@ def definition_of(app: Celery, name: object, entry: object) -> Definition:
         if not isinstance(value, Mapping):
             raise invalid(key, value, "a dict")
     options = check_options(options)
+    description = entry.get("description") or ""
+    if not isinstance(description, str):
+        raise invalid("description", description, "a str")
     definition = Definition(
         name=name,
         task=task,
@@ -150,7 +155,7 @@ def definition_of(app: Celery, name: object, entry: object) -> Definition:
         args=tuple(args),
         kwargs=dict(kwargs),
         options=options,
-        description=entry.get("description") or "",
+        description=description,
         code_bound=not _is_storable(args, kwargs, options),
     )
     return check_size(definition)

@@ -102,16 +102,19 @@ class Dispatcher:
                 "Redis knows an older heartbeat than was confirmed: another server answers"
             )
         counts: Counter[str] = Counter()
+        looks_ms = [turn.next_ms]
         broker_down = False
         for start in range(0, len(turn.timers), BATCH):
             batch = turn.timers[start : start + BATCH]
             settlements, broker_down = self._dispatch(lease, turn.now_ms, batch)
             counts.update(settlement.done for settlement in settlements)
+            looks_ms += [_next_look_ms(settlement, turn.now_ms) for settlement in settlements]
             if broker_down or not self._may_send(lease):
                 break
+        next_ms = min((ms for ms in looks_ms if ms is not None), default=None)
         next_in = None
-        if turn.next_ms is not None:
-            next_in = (turn.next_ms - turn.now_ms) / 1000 - (self._clock() - started)
+        if next_ms is not None:
+            next_in = (next_ms - turn.now_ms) / 1000 - (self._clock() - started)
         return Pass(
             sent=counts["run"],
             set_aside=counts["broken"] + counts["unreadable"] + counts["missing"],
@@ -199,13 +202,13 @@ class Dispatcher:
         unknown: list[DueTimer] = []
         for timer in timers:
             cached = self._definitions.get(timer.id)
-            if cached is not None and cached[0] == timer.revision:
+            if timer.is_readable and cached is not None and cached[0] == timer.revision:
                 found[timer.id] = cached[1]
                 self._definitions.move_to_end(timer.id)
             else:
                 unknown.append(timer)
         readable = [timer for timer in unknown if timer.is_readable]
-        blobs = self._store.definitions([timer.parent or timer.id for timer in readable])
+        blobs = self._store.definitions([timer.id for timer in readable])
         read = {
             timer.id: self._read(timer, blob) for timer, blob in zip(readable, blobs, strict=True)
         }
@@ -229,6 +232,11 @@ class Dispatcher:
             if len(self._definitions) > _CACHED_DEFINITIONS:
                 self._definitions.popitem(last=False)
         return definition
+
+
+def _next_look_ms(settlement: Settlement, now_ms: int) -> int | None:
+    """Return when a timer that was settled now is to be looked at again."""
+    return now_ms + settlement.delay_ms if settlement.delay_ms else settlement.next_due_ms
 
 
 def _unreadable(timer: DueTimer) -> InvalidTimerError | None:

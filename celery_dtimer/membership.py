@@ -232,7 +232,8 @@ class Membership:
             logger.info("Failover: %s timers moved to live instances", moved_in_all)
         if moved.busy:
             return self._settings.heartbeat_interval / 4
-        return max(self._seconds_until(moved), self._settings.heartbeat_interval / 4)
+        until_expiry = self._seconds_until(moved)
+        return until_expiry if until_expiry > 0 else self._settings.heartbeat_interval / 4
 
     def _rebalance(self) -> None:
         lease, joined, moved_in_all = self._lease, self._must_rebalance, 0

@@ -26,6 +26,7 @@ from datetime import datetime, timedelta, timezone
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
+from kombu import Exchange, Queue
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.utils import json
 
@@ -156,7 +157,7 @@ def decode_definition(blob: str) -> Definition:
     """
     try:
         content = json.loads(blob)
-    except ValueError as exc:
+    except Exception as exc:  # Celery's typed values raise whatever their constructors raise
         raise InvalidTimerError(f"the stored definition is not JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise InvalidTimerError(f"the stored definition is {shown(content)}, not an object")
@@ -216,7 +217,11 @@ def check_storable(field_name: str, value: Any) -> None:
         raise InvalidTimerError(
             f"{field_name}={shown(value)} can not be stored ({exc}); expected {accepted}"
         ) from exc
-    if not _same(value, returned):
+    try:
+        is_same = _same(value, returned)
+    except ArithmeticError:  # a signalling NaN compares with nothing
+        is_same = False
+    if not is_same:
         raise invalid(field_name, value, accepted)
 
 
@@ -231,24 +236,19 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in options.items():
         _check_option_name(name, value)
+        kinds, accepted = _OPTION_TYPES.get(name, ((object,), ""))
+        if value is not None and (
+            not isinstance(value, kinds) or (isinstance(value, bool) and object not in kinds)
+        ):
+            raise invalid(f"options[{name!r}]", value, accepted)
     checked = dict(options)
     expires = options.get("expires")
     if isinstance(expires, timedelta):
         checked["expires"] = expires.total_seconds()
-    elif expires is not None and (
-        isinstance(expires, bool) or not isinstance(expires, (int, float, datetime))
-    ):
-        raise invalid("options['expires']", expires, "seconds, a timedelta or a datetime")
     serializer = options.get("serializer")
     if serializer is not None and serializer not in registry.name_to_type:
         known = ", ".join(sorted(map(str, registry.name_to_type)))
         raise invalid("options['serializer']", serializer, f"one of {known}")
-    priority = options.get("priority")
-    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
-        raise invalid("options['priority']", priority, "a whole number")
-    headers = options.get("headers")
-    if headers is not None and not isinstance(headers, Mapping):
-        raise invalid("options['headers']", headers, "a dict")
     return checked
 
 
@@ -261,6 +261,19 @@ _OPTION_NAMES = frozenset(
     "retry retry_policy root_id router routing_key serializer shadow soft_time_limit "
     "stamped_headers time_limit timeout".split()
 )
+_SECONDS: tuple[tuple[type, ...], str] = ((int, float), "seconds as a number")
+_OPTION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "queue": ((str, Queue), "the name of a queue"),
+    "exchange": ((str, Exchange), "the name of an exchange"),
+    "routing_key": ((str,), "a str"),
+    "serializer": ((str,), "the name of a serializer"),
+    "priority": ((int,), "a whole number"),
+    "headers": ((Mapping,), "a dict"),
+    "expires": ((int, float, timedelta, datetime), "seconds, a timedelta or a datetime"),
+    "countdown": _SECONDS,
+    "time_limit": _SECONDS,
+    "soft_time_limit": _SECONDS,
+}
 _FIELD_NAMES = ("name", "schedule", "callback", "args", "kwargs", "timezone", "description")
 
 
@@ -269,6 +282,8 @@ def _check_option_name(name: object, value: object) -> None:
         raise invalid(f"options[{name!r}]", value, "nothing: the timer sets it for each run")
     if not isinstance(name, str):
         raise invalid("option", name, "a str as the name of an option")
+    if name == "options":
+        raise invalid(name, value, "each option as a keyword of its own")
     if name not in _OPTION_NAMES:
         for close in difflib.get_close_matches(name, [*_FIELD_NAMES, *_OPTION_NAMES], 1, 0.8):
             raise invalid("option", name, f"{close!r}, which has nearly this name")

@@ -104,8 +104,11 @@ def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
     """Return the next run of a timer that is resumed now, and the slots that passed meanwhile.
 
     A one-shot whose moment passed while it was paused runs at once: it has no next run to go on
-    with.
+    with. A run that is out already, its commit refused, stays the next one: its owner only counts
+    it.
     """
+    if state.due_ms is not None and state.due_ms == state.last_sent_ms:
+        return Plan(state.due_ms, 0)
     anchor_ms = state.due_ms if state.due_ms is not None else now_ms
     next_due_ms = definition.schedule.next_run_after(now_ms, anchor_ms)
     if next_due_ms is None:

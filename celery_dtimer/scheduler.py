@@ -296,7 +296,7 @@ class DistributedScheduler(Scheduler):
             if not self._closed:
                 self.start()
                 assert self._runtime is not None  # noqa: S101 - start() has made it
-                self._runtime.wait(_LONGEST_WAIT)
+                self._runtime.wait(min(_LONGEST_WAIT, self.max_interval or _LONGEST_WAIT))
         finally:
             self._in_tick = False
         return 0.0

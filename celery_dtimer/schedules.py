@@ -620,7 +620,7 @@ def parse(
     value: Any,
     *,
     timezone: dt.tzinfo | str | None,
-    default_timezone: dt.tzinfo,
+    default_timezone: dt.tzinfo | str,
     relative: bool = False,
 ) -> Schedule:
     """Return the rule for a schedule as users write it.

@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from celery import Celery
-from kombu.utils.url import maybe_sanitize_url
 
 from celery_dtimer.errors import SettingsError, shown
 
@@ -108,9 +107,10 @@ class Settings:
 
     @property
     def masked_url(self) -> str:
-        """The Redis URL without its secrets and options, fit to be shown."""
-        shown_url: str = maybe_sanitize_url(self.redis_url.partition("?")[0])
-        return shown_url
+        """The Redis URL without user, password and options, fit to be shown."""
+        parts = urlsplit(self.redis_url)
+        secrets, at, place = parts.netloc.rpartition("@")
+        return f"{parts.scheme}://{'**' if secrets else ''}{at}{place}{parts.path}"
 
 
 def _bad(name: str, value: object, accepted: str) -> SettingsError:
@@ -156,10 +156,26 @@ def _redis_url(app: Celery, url: object) -> str:
     if isinstance(url, (list, tuple)):
         url = url[0] if url else None
     accepted = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-    if not isinstance(url, str) or urlsplit(url).scheme not in SCHEMES:
-        scheme = urlsplit(url).scheme if isinstance(url, str) else url
+    scheme = url.partition("://")[0] if isinstance(url, str) else url
+    if not isinstance(url, str) or scheme not in SCHEMES:
         raise SettingsError(
             "dtimer_redis_url is not set, or not usable: the timers need a Redis server, and "
-            f"{name} has the scheme {scheme!r}; expected one of {accepted}"
+            f"{name} has the scheme {shown(scheme)}; expected one of {accepted}"
         )
-    return url.split(";")[0]
+    url = url.split(";")[0]
+    if not _is_url(url):
+        raise SettingsError(
+            f"{name} can not be read as a URL; expected user name and password percent-encoded, "
+            "and a number as the port"
+        )
+    return url
+
+
+def _is_url(url: str) -> bool:
+    """Say whether the parts of a URL are what they seem: a raw ``#`` or ``?`` moves them."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises when it is no number
+    except ValueError:
+        return False
+    return not parts.fragment

@@ -38,6 +38,7 @@ from celery_dtimer import policy
 from celery_dtimer.errors import (
     ConflictError,
     FencedError,
+    SettingsError,
     StoreError,
     StoreUnavailableError,
     shown,
@@ -66,6 +67,7 @@ _SCRIPTS = (
     *("due", "commit", "purge", "scrub"),
 )
 _FENCED, _BUSY = -1, -2
+_LAST_MS = 253_402_300_799_999  # the last moment that can be shown, in the year 9999
 
 # What a server answers that will serve later, or that is no longer the right one.
 _PASSING = (
@@ -191,8 +193,8 @@ class DueTimer:
         return bool(
             self.status == "active"
             and self.revision
-            and self.due.isdigit()
-            and self.created.isdigit()
+            and _is_whole(self.due)
+            and _is_whole(self.created)
         )
 
 
@@ -398,7 +400,7 @@ class Store:
             for instance, _ in scored:
                 pipe.hgetall(self.keys("instance", instance))
                 pipe.zcard(self.keys("instance_timers", instance))
-            answers = pipe.execute(raise_on_error=False)
+            answers = _readable(pipe.execute(raise_on_error=False))
         rows = zip(scored, answers[::2], answers[1::2], strict=True)
         found = [
             _instance(hash_, owned) for _, hash_, owned in rows if isinstance(hash_, dict) and hash_
@@ -444,7 +446,7 @@ class Store:
                 pipe.get(self.keys("timer_definition", id))
             return [
                 blob if isinstance(blob, str) else None
-                for blob in pipe.execute(raise_on_error=False)
+                for blob in _readable(pipe.execute(raise_on_error=False))
             ]
 
     # -- timers
@@ -559,7 +561,7 @@ class Store:
                 pipe = self.client.pipeline(transaction=False)
                 for id in batch:
                     pipe.hgetall(self.keys("timer", id))
-                rows += pipe.execute(raise_on_error=False)
+                rows += _readable(pipe.execute(raise_on_error=False))
         return self.now_ms(), [_state(id, row) for id, row in zip(ids, rows, strict=True)]
 
     def timers(self, ids: Sequence[str]) -> list[Timer]:
@@ -661,9 +663,17 @@ def connect(settings: Settings, timeout: float) -> redis.Redis:
         **settings.redis_options,
         "retry": Retry(NoBackoff(), 0),
         "decode_responses": True,
-        "encoding_errors": "surrogateescape",
+        "encoding_errors": "backslashreplace",
     }
-    client: redis.Redis = redis.Redis.from_url(_redis_py_url(url), **options)
+    try:
+        client: redis.Redis = redis.Redis.from_url(_redis_py_url(url), **options)
+        pool = client.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # an option it does not know shows here
+    except (TypeError, ValueError) as exc:
+        raise SettingsError(
+            f"dtimer_redis_options, or an option in dtimer_redis_url, is not what redis-py takes: "
+            f"{exc}"
+        ) from exc
     return client
 
 
@@ -692,39 +702,47 @@ def _upsert_arguments(
     )
 
 
+def _readable(answers: list[Any]) -> list[Any]:
+    """Return the answers to reads: those to keys of another type stay errors, others are raised."""
+    for answer in answers:
+        if isinstance(answer, RedisError) and not str(answer).startswith("WRONGTYPE"):
+            raise answer
+    return answers
+
+
 def _state(id: str, row: object) -> TimerState | None:
     if not isinstance(row, dict) or "revision" not in row:
         return None
-    try:
-        return TimerState(
-            id=id,
-            status=row.get("status", "broken"),
-            revision=row["revision"],
-            created_ms=int(row.get("created", 0)),
-            due_ms=_maybe_int(row.get("due")),
-            at_ms=_maybe_int(row.get("at")),
-            last_run_ms=_maybe_int(row.get("last_run")),
-            last_sent_ms=_maybe_int(row.get("last_sent")),
-            runs=int(row.get("runs", 0)),
-            skipped=int(row.get("skipped", 0)),
-            attempts=int(row.get("attempts", 0)),
-            owner=row.get("owner", UNASSIGNED),
-            source=row.get("source", ""),
-            parent=row.get("parent", ""),
-            reason=row.get("reason", ""),
-        )
-    except ValueError as exc:
-        return TimerState(
-            id, "broken", row["revision"], 0, reason=f"the stored state can not be read: {exc}"
-        )
+    return TimerState(
+        id=id,
+        status=row.get("status", "broken"),
+        revision=row["revision"],
+        created_ms=_number(row.get("created", "")),
+        due_ms=_maybe_int(row.get("due", "")),
+        at_ms=_maybe_int(row.get("at", "")),
+        last_run_ms=_maybe_int(row.get("last_run", "")),
+        last_sent_ms=_maybe_int(row.get("last_sent", "")),
+        runs=_number(row.get("runs", "")),
+        skipped=_number(row.get("skipped", "")),
+        attempts=_number(row.get("attempts", "")),
+        owner=row.get("owner", UNASSIGNED),
+        source=row.get("source", ""),
+        parent=row.get("parent", ""),
+        reason=row.get("reason", ""),
+    )
 
 
-def _maybe_int(text: str | None) -> int | None:
-    return int(text) if text else None
+def _is_whole(text: str) -> bool:
+    """Say whether a field is a number that a script could have written: up to the last moment."""
+    return text.isascii() and text.isdigit() and len(text) <= 15 and int(text) <= _LAST_MS
+
+
+def _maybe_int(text: str) -> int | None:
+    return int(text) if _is_whole(text) else None
 
 
 def _due_timer(text: str) -> DueTimer:
-    values = ["" if value == "-" else value for value in text.split(" ")]
+    values = ["" if value == "-" else value for value in text.split()]
     if len(values) != 9:  # edited by hand
         return DueTimer(values[0], "active", "", "", "", 0, "", 0, "")
     id, status, revision, created, due, runs, last_sent, attempts, parent = values
@@ -738,22 +756,22 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
         id=row.get("id", ""),
         service=row.get("service", ""),
         host=row.get("host", ""),
-        port=int(row.get("port", 0)),
+        port=_number(row.get("port", "")),
         status=row.get("status", ""),
-        epoch=int(row.get("epoch", 0)),
-        started_at=to_datetime(int(row.get("started_at", 0))),
-        heartbeat_at=to_datetime(int(row.get("heartbeat_at", 0))),
+        epoch=_number(row.get("epoch", "")),
+        started_at=to_datetime(_number(row.get("started_at", ""))),
+        heartbeat_at=to_datetime(_number(row.get("heartbeat_at", ""))),
         version=row.get("version", ""),
         dispatch=row.get("dispatch", ""),
         timers=owned if isinstance(owned, int) else 0,
-        sent=int(row.get("sent", 0)),
-        skipped=int(row.get("skipped", 0)),
-        refused=int(row.get("refused", 0)),
+        sent=_number(row.get("sent", "")),
+        skipped=_number(row.get("skipped", "")),
+        refused=_number(row.get("refused", "")),
     )
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0
+    return int(text) if _is_whole(text) else 0
 
 
 def _expiry(moment_ms: int) -> int | None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 from celery import Celery, Task
 from celery.canvas import Signature
@@ -45,7 +45,7 @@ from celery_dtimer.worker import callback_body
 #: What a schedule may be given as.
 ScheduleLike = float | timedelta | datetime | str | BaseSchedule | schedules.Schedule
 #: What a callback may be given as: a task, its name, the short name of a callback, or a signature.
-CallbackLike = Task[..., Any] | Signature[Any] | str
+CallbackLike: TypeAlias = "Task[..., Any] | Signature[Any] | str"  # Celery 5.5's are no generics
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -150,7 +150,7 @@ class DistributedTimer:
         options.setdefault("name", self.app.gen_task_name(function.__name__, function.__module__))
         decorator: Any = self.app.task(bind=True, **options)
         task: Task[..., Any] = decorator(callback_body(function))
-        self.register_callback(short_name, task)
+        self._register(short_name, task)  # unread: a task is made when Celery's app is complete
         if schedule is not None:
             entry: dict[str, Any] = {"task": options["name"], "schedule": schedule, **timer_fields}
             declare(self.app, short_name, entry)
@@ -162,6 +162,11 @@ class DistributedTimer:
         Raises:
             InvalidTimerError: another task has the name already.
         """
+        if not _names_a_task(task):
+            raise invalid("task", task, "a Celery task or its name")
+        self._register(name, task)
+
+    def _register(self, name: str, task: Task[..., Any] | str) -> None:
         if not isinstance(name, str) or not name:
             raise invalid("name", name, "a str that is not empty")
         known = self._callbacks.get(name)
@@ -234,6 +239,8 @@ class DistributedTimer:
             InvalidTimerError: one cannot be used (its place and name are in the message); nothing
                 was stored.
         """
+        if not isinstance(timers, Iterable):
+            raise invalid("timers", timers, "dicts with the keywords of create_timer")
         definitions: dict[str, Definition] = {}
         for place, keywords in enumerate(timers):
             definition = self._definition_at(place, keywords)
@@ -246,7 +253,7 @@ class DistributedTimer:
         return [definition.id for definition in definitions.values()]
 
     def _definition_at(self, place: int, keywords: Mapping[str, Any]) -> Definition:
-        if not isinstance(keywords, Mapping):
+        if not isinstance(keywords, Mapping) or not all(isinstance(key, str) for key in keywords):
             raise invalid(f"timers[{place}]", keywords, "a dict with the keywords of create_timer")
         missing = sorted({"name", "schedule", "callback"} - keywords.keys())
         if missing:
@@ -299,14 +306,14 @@ class DistributedTimer:
         options: dict[str, Any],
     ) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         """Return task name, arguments and options, with a signature's own taken in."""
-        if isinstance(args, (str, bytes)) or not isinstance(args or (), Sequence):
+        if args is not None and (isinstance(args, (str, bytes)) or not isinstance(args, Sequence)):
             raise invalid("args", args, "a list or tuple")
-        if not isinstance(kwargs or {}, Mapping):
+        if kwargs is not None and not isinstance(kwargs, Mapping):
             raise invalid("kwargs", kwargs, "a dict")
         given = (tuple(args or ()), dict(kwargs or {}), options)
         if not isinstance(callback, Signature):
             return self._task_name_of(callback), *given
-        if "tasks" in callback.kwargs or callback.subtask_type:
+        if callback.subtask_type:
             raise invalid(
                 "callback",
                 callback,
@@ -325,7 +332,7 @@ class DistributedTimer:
     def _task_name_of(self, callback: object) -> str:
         if isinstance(callback, str) and callback:
             return _task_name(self._callbacks.get(callback, callback))
-        if isinstance(getattr(callback, "name", None), str) and hasattr(callback, "apply_async"):
+        if _names_a_task(callback):
             return _task_name(callback)
         raise invalid(
             "callback", callback, "a Celery task, its name, a callback's short name, or a signature"
@@ -339,7 +346,10 @@ class DistributedTimer:
         Raises:
             TimerNotFoundError: there is none.
         """
-        found = self.store.timers([self._resolve(timer).id])
+        return self._timer_of(timer, self._resolve(timer).id)
+
+    def _timer_of(self, timer: str, id: str) -> Timer:
+        found = self.store.timers([id])
         if not found:
             raise _not_found(timer)
         return found[0]
@@ -370,9 +380,13 @@ class DistributedTimer:
         """
         if status is not None and status not in _STATUSES:
             raise invalid("status", status, "one of " + ", ".join(_STATUSES))
-        for key, value in (("offset", offset), ("limit", limit or 0)):
-            if not isinstance(value, int) or value < 0:
+        for key, text in (("name", name), ("instance", instance)):
+            if text is not None and not isinstance(text, str):
+                raise invalid(key, text, "a str")
+        for key, value in (("offset", offset), ("limit", 0 if limit is None else limit)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise invalid(key, value, "a whole number, 0 or more")
+        pattern = None if name is None else name.replace("[", "[[]")  # only * and ? are special
         store = self.store
         ids = store.timer_ids() if instance is None else store.owned_ids(instance)
         wanted_task = None if task is None else self._task_name_of(task)
@@ -383,7 +397,7 @@ class DistributedTimer:
                 timer
                 for timer in store.timers(ids[start : start + 1000])
                 if (status is None or timer.status == status)
-                and (name is None or fnmatch.fnmatchcase(timer.name, name))
+                and (pattern is None or fnmatch.fnmatchcase(timer.name, pattern))
                 and (wanted_task is None or timer.task == wanted_task)
             ]
             if end is not None and len(found) >= end:
@@ -428,7 +442,8 @@ class DistributedTimer:
             timer: its id or name.
             **changes: schedule, callback, args, kwargs, timezone, description, and message options,
             as `create_timer` takes
-                them; an option given as None is removed.
+                them; an option given as None is removed, and a signature as callback brings its
+                arguments with it.
 
         Raises:
             TimerNotFoundError: there is none.
@@ -439,34 +454,40 @@ class DistributedTimer:
         if "name" in changes:
             raise invalid("name", changes["name"], "nothing: a name identifies its timer and stays")
         for _ in range(_CONFLICTS):
-            state, definition = self._stored(timer)
-            changed = self._changed(definition, changes)
+            state = self._resolve(timer)
+            changed = self._changed(self._definition_of(timer, state), changes)
             if self.store.replace(state, changed):
-                return self.get_timer(state.id)
+                return self._timer_of(timer, state.id)
         raise ConflictError(
             f"timer {shown(timer)} was changed by others {_CONFLICTS} times meanwhile"
         )
 
     def _changed(self, definition: Definition, changes: dict[str, Any]) -> Definition:
+        callback = changes.get("callback", definition.task)
         options = {key: value for key, value in changes.items() if key not in _DEFINITION_FIELDS}
-        keywords: dict[str, Any] = {
-            "args": changes.get("args", definition.args),
-            "kwargs": changes.get("kwargs", definition.kwargs),
-            "description": changes.get("description", definition.description),
-            "timezone": changes.get("timezone"),
-        }
-        schedule = changes.get("schedule", definition.schedule)
-        if "timezone" in changes and "schedule" not in changes:
-            schedule = _in_timezone(definition.schedule, changes["timezone"])
-            keywords["timezone"] = None
-        merged = {**definition.options, **options}
+        args, kwargs, stored = definition.args, definition.kwargs, definition.options
+        if isinstance(callback, Signature):  # brings its own in place of the stored ones
+            args, kwargs = (), {}
+            stored = {key: value for key, value in stored.items() if key not in callback.options}
+        merged = {**stored, **options}
         return self._definition(
             definition.name,
-            schedule,
-            changes.get("callback", definition.task),
-            **keywords,
+            self._changed_schedule(definition.schedule, changes),
+            callback,
+            args=changes.get("args", args),
+            kwargs=changes.get("kwargs", kwargs),
+            description=changes.get("description", definition.description),
             **{key: value for key, value in merged.items() if value is not None},
         )
+
+    def _changed_schedule(
+        self, current: schedules.Schedule, changes: dict[str, Any]
+    ) -> schedules.Schedule:
+        timezone = changes.get("timezone")
+        if "schedule" not in changes:
+            return _in_timezone(current, timezone)
+        kept = current.timezone if isinstance(current, schedules.Crontab) else self.app.timezone
+        return schedules.parse(changes["schedule"], timezone=timezone, default_timezone=kept)
 
     def pause_timer(self, timer: str) -> None:
         """Pause a timer: it keeps its phase, and what falls due meanwhile is skipped.
@@ -505,7 +526,7 @@ class DistributedTimer:
             state = self._resolve(timer)
             if state.status == "active":
                 return
-            state, definition = self._stored(state.id)
+            definition = self._definition_of(timer, state)
             next_run = policy.resume(definition, state, self.store.now_ms())
             if next_run.next_due_ms is None:
                 raise InvalidTimerError(
@@ -577,13 +598,12 @@ class DistributedTimer:
                 return state
         raise _not_found(timer)
 
-    def _stored(self, timer: str) -> tuple[TimerState, Definition]:
-        """Return a timer's state and definition.
+    def _definition_of(self, timer: str, state: TimerState) -> Definition:
+        """Return a timer's definition.
 
         Raises:
             InvalidTimerError: its definition is gone or cannot be read.
         """
-        state = self._resolve(timer)
         blob = self.store.definitions([state.id])[0]
         if state.is_finished or blob is None:
             raise InvalidTimerError(
@@ -594,7 +614,7 @@ class DistributedTimer:
             raise InvalidTimerError(
                 f"timer {shown(timer)} takes its arguments from its beat's code: change it there"
             )
-        return state, definition
+        return definition
 
 
 _DEFINITION_FIELDS = frozenset(
@@ -607,6 +627,12 @@ def _in_timezone(schedule: schedules.Schedule, timezone: tzinfo | str | None) ->
     if not hasattr(schedule, "timezone") or timezone is None:
         return schedule
     return replace(schedule, timezone=schedules.zone_name(timezone))  # type: ignore[type-var]
+
+
+def _names_a_task(task: object) -> bool:
+    if isinstance(task, str):
+        return bool(task)
+    return isinstance(getattr(task, "name", None), str) and hasattr(task, "apply_async")
 
 
 def _task_name(task: Any) -> str:

@@ -38,7 +38,8 @@ class CallbackTimer:
 
 def timer_of(request: Any) -> CallbackTimer | None:
     """Return the timer of a task request, or None when no timer sent it."""
-    header = getattr(request, "dtimer", None)
+    headers = getattr(request, "headers", None) or {}  # where a task that runs eagerly has it
+    header = getattr(request, "dtimer", None) or headers.get("dtimer")
     return CallbackTimer.from_header(header) if header else None
 
 
@@ -66,12 +67,12 @@ def callback_body(function: Callable[..., Any]) -> Callable[..., Any]:
     first, *others = parameters
 
     @wraps(function)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self.request.called_directly:
             return function(*args, **kwargs)
         return function(timer_of(self.request), *args, **kwargs)
 
-    task = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    task = inspect.Parameter("_celery_task", inspect.Parameter.POSITIONAL_ONLY)
     if first.kind is inspect.Parameter.VAR_POSITIONAL:
         others = [first, *others]
     # Celery checks the arguments of apply_async against this: everything but the timer.

@@ -29,7 +29,7 @@ local function finish(timer, row, due, summary)
     return
   end
   redis.call('HSET', key('timer', timer), 'status', 'stopped', 'reason', 'finished', 'last_run', due,
-    'runs', (row.runs or 0) + 1)
+    'runs', whole(number(row.runs, 0) + 1))
   redis.call('HDEL', key('timer', timer), 'owner', 'attempts', 'last_sent', 'due', 'at')
   redis.call('ZADD', INACTIVE, row.source and '+inf' or whole(NOW + keep), timer)
   redis.call('SET', key('timer_definition', timer), summary)
@@ -38,27 +38,27 @@ end
 local function advance(timer, row, due, next_due, skipped)
   local at = whole(math.max(tonumber(next_due), tonumber(due) + 1))
   local name = key('timer', timer)
-  redis.call('HSET', name, 'due', at, 'at', at, 'last_run', due, 'runs', (row.runs or 0) + 1)
+  redis.call('HSET', name, 'due', at, 'at', at, 'last_run', due, 'runs', whole(number(row.runs, 0) + 1))
   if row.last_sent or row.attempts then
     redis.call('HDEL', name, 'last_sent', 'attempts')
   end
   if skipped ~= '0' then
-    redis.call('HINCRBY', name, 'skipped', skipped)
+    redis.call('HSET', name, 'skipped', whole(number(row.skipped, 0) + skipped))
   end
   redis.call('ZADD', QUEUE, at, timer)
   redis.call('ZADD', own, at, timer)
 end
 
-local function postpone(timer, delay)
-  local at = whole(NOW + tonumber(delay))
-  redis.call('HSET', key('timer', timer), 'at', at)
-  redis.call('HINCRBY', key('timer', timer), 'attempts', 1)
+local function postpone(timer, row, delay)
+  local at = whole(NOW + number(delay, 0))
+  redis.call('HSET', key('timer', timer), 'at', at, 'attempts', whole(number(row.attempts, 0) + 1))
   redis.call('ZADD', QUEUE, at, timer)
   redis.call('ZADD', own, at, timer)
+  return at
 end
 
 local others
-local function pass_on(timer, delay)
+local function pass_on(timer, row, delay)
   if not others then
     others = {}
     for _, instance in ipairs(candidates()) do
@@ -67,16 +67,15 @@ local function pass_on(timer, delay)
       end
     end
   end
-  postpone(timer, delay)
+  local at = postpone(timer, row, delay)
   if #others > 0 then
     redis.call('ZREM', own, timer)
-    assign(timer, whole(NOW + tonumber(delay)), placement(others)())
+    assign(timer, at, placement(others)())
   end
 end
 
 local function remember(timer, due, row)
-  local before = tonumber(row.last_sent or -1)
-  if tonumber(due) > before then
+  if tonumber(due) > number(row.last_sent, -1) then
     redis.call('HSET', key('timer', timer), 'last_sent', due)
   end
 end
@@ -86,21 +85,20 @@ for i = 6, #ARGV do
   local timer, created, revision, due, done, first, second, third =
     string.match(ARGV[i], '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+) ?(.*)$')
   local values = fields(key('timer', timer), 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent',
-    'attempts', 'parent', 'source')
-  local row = {runs = values[6], last_sent = values[7], attempts = values[8], parent = values[9], source = values[10]}
+    'attempts', 'parent', 'source', 'skipped')
+  local row = {runs = values[6], last_sent = values[7], attempts = values[8], parent = values[9], source = values[10],
+    skipped = values[11]}
+  local no_timer = done == 'missing' or done == 'unreadable'
   local code
   if not values[1] then
     code = -3
-    if live and done == 'missing' then
-      unschedule(timer, id)
-      redis.call('ZREM', INACTIVE, timer)
-      redis.call('DEL', key('timer', timer), key('timer_definition', timer))
-      redis.call('HINCRBY', META, 'members', 1)
+    if live and no_timer then
+      bury(timer)
       code = 1
     end
   elseif values[1] ~= 'active' then
     code = -4
-    if live and done == 'missing' then
+    if live and no_timer then
       set_aside(timer, id, values[1], '')
       code = 1
     end
@@ -119,9 +117,11 @@ for i = 6, #ARGV do
       advance(timer, row, due, first, second)
       counts.skipped = counts.skipped + tonumber(second)
     elseif done == 'refused' then
-      postpone(timer, first)
+      postpone(timer, row, first)
     elseif done == 'lacking' then
-      pass_on(timer, first)
+      pass_on(timer, row, first)
+    elseif row.parent then
+      erase(timer) -- hidden: nobody would ever see or mend it
     else
       set_aside(timer, id, 'broken', third)
     end

@@ -69,8 +69,8 @@ local function registered()
       id = rows[i],
       heartbeat = tonumber(rows[i + 1]),
       status = row[1],
-      interval = tonumber(row[2] or 5000),
-      timeout = tonumber(row[3] or 30000),
+      interval = number(row[2], 5000),
+      timeout = number(row[3], 30000),
     })
   end
   return found
@@ -172,6 +172,21 @@ local function erase_family(id)
   erase(id)
 end
 
+-- Remove what is left of a timer whose hash is gone, or is something else; whoever declares it writes it again.
+local function bury(id)
+  unschedule(id, UNASSIGNED)
+  redis.call('ZREM', INACTIVE, id)
+  redis.call('DEL', key('timer', id), key('timer_definition', id))
+  for _, instance in ipairs(registered()) do
+    redis.call('ZREM', key('instance_timers', instance.id), id)
+    local source = fields(key('instance', instance.id), 'source')[1]
+    if source then
+      redis.call('SREM', key('static_timers', source), id)
+    end
+  end
+  redis.call('HINCRBY', META, 'members', 1)
+end
+
 -- Move up to `limit` timers, soonest due first, from one instance to those of `found`; answers how many left the source.
 -- A member without a timer is dropped.
 local function hand_over(from, found, limit)
@@ -180,11 +195,14 @@ local function hand_over(from, found, limit)
   local choose = placement(found)
   for i = 1, #rows, 2 do
     local id, at = rows[i], rows[i + 1]
+    local status = fields(key('timer', id), 'status')[1]
     redis.call('ZREM', source, id)
-    if fields(key('timer', id), 'status')[1] == 'active' then
+    if status == 'active' then
       assign(id, at, choose())
-    else
+    elseif status then
       redis.call('ZREM', QUEUE, id)
+    else
+      bury(id)
     end
   end
   return #rows / 2

@@ -25,8 +25,7 @@ for i = 1, #rows, 2 do
     unschedule(id, owner)
     removed = removed + 1
     if not row[1] then
-      redis.call('DEL', key('timer', id), key('timer_definition', id))
-      redis.call('HINCRBY', META, 'members', 1)
+      bury(id)
     end
     report(id, row[1] and 'in the queue though ' .. row[1] or 'in the queue without a timer')
   elseif row[3] ~= at or not known[owner] or redis.call('ZSCORE', key('instance_timers', owner), id) ~= at then

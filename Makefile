@@ -1,0 +1,95 @@
+# Everything works on a machine that has Python (3.10 or newer) and make; no server is needed.
+#   make test ARGS="-k failover"     ARGS goes to pytest, to the demo or to the benchmarks
+#   make demo PYTHON=python3.12      PYTHON makes the virtual environments
+
+PYTHON ?= python3
+ARGS ?=
+
+CODE := celery_dtimer tests example_project
+VENV := .venv
+DEMO_VENV := .venv-demo
+MATRIX_VENV := .venv-matrix
+
+# What `make matrix` tries: these Pythons (of the PATH or of pyenv), each with these versions and
+# with the newest ones.
+MATRIX ?= 3.10 3.12 3.13
+OLDEST := celery==5.5.0 redis==5.2.0
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv test failover lint demo bench matrix build clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
+
+venv: $(VENV)/.installed ## Make .venv with all that development needs
+
+test: $(VENV)/.installed ## Run all tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+failover: $(VENV)/.installed ## Run the tests that kill beats and servers, at full length
+	DTIMER_TEST_SECONDS=60 $(VENV)/bin/python -m pytest --timeout=600 tests/failover $(ARGS)
+
+lint: $(VENV)/.installed ## Check format, style, types and imports
+	$(VENV)/bin/python -m ruff format --check $(CODE)
+	$(VENV)/bin/python -m ruff check $(CODE)
+	$(VENV)/bin/python -m mypy celery_dtimer example_project
+	$(VENV)/bin/lint-imports
+
+demo: $(DEMO_VENV)/.installed ## See beats share timers, and survive a kill -9 (a minute)
+	@$(DEMO_VENV)/bin/python -m example_project.demo $(ARGS)
+
+bench: $(VENV)/.bench ## Measure beside Celery beat and redbeat
+	$(VENV)/bin/python -m tests.benchmarks $(ARGS)
+
+matrix: ## Run the tests on several Pythons, with old libraries and with new ones
+	@for version in $(MATRIX); do \
+	  python=$$(ls -d "$$HOME"/.pyenv/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
+	  python=$${python:-$$(command -v python$$version)}; \
+	  if [ -z "$$python" ]; then echo "== no Python $$version here: left out"; continue; fi; \
+	  for age in oldest newest; do \
+	    echo "== Python $$version, $$age libraries"; \
+	    venv="$(MATRIX_VENV)/$$version-$$age"; \
+	    "$$python" -m venv --clear "$$venv" && \
+	    "$$venv/bin/python" -m pip install --quiet --upgrade "pip>=25.1" && \
+	    "$$venv/bin/python" -m pip install --quiet --group test --editable . \
+	      $$([ $$age = newest ] || echo $(OLDEST)) && \
+	    "$$venv/bin/python" -m pytest $(ARGS) || exit 1; \
+	  done; \
+	done
+
+build: $(VENV)/.installed ## Build the wheel and the source distribution into dist/
+	@$(VENV)/bin/python -m pip install --quiet build
+	$(VENV)/bin/python -m build
+
+clean: ## Remove all that the other commands have made
+	rm -rf $(VENV) $(DEMO_VENV) $(MATRIX_VENV) .demo build dist
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The virtual environments. Dependency groups need pip 25.1.
+
+define new_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+  { echo "$(PYTHON) must be Python 3.10 or newer; name another one: make PYTHON=python3.12" >&2; exit 1; }
+@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D) || { rm -rf $(@D); \
+  echo "$(PYTHON) cannot make a virtual environment (see above). On Debian and Ubuntu:" \
+       "apt-get install python3-venv" >&2; exit 1; }
+@$(@D)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+endef
+
+$(VENV)/.installed: pyproject.toml
+	@echo "Installing into $(VENV) ..."
+	$(new_venv)
+	@$(@D)/bin/python -m pip install --quiet --group dev --editable .
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	@$(@D)/bin/python -m pip install --quiet --group bench
+	@touch $@
+
+$(DEMO_VENV)/.installed: pyproject.toml
+	@echo "Installing into $(DEMO_VENV) (once) ..."
+	$(new_venv)
+	@$(@D)/bin/python -m pip install --quiet --editable ".[demo]"
+	@touch $@

@@ -1,0 +1,1 @@
+"""A small shop whose periodic work runs on celery_dtimer."""

@@ -1,0 +1,31 @@
+"""The shop's Celery app, its timers, and the part of the schedule that stands in the settings."""
+
+from __future__ import annotations
+
+import os
+
+from celery import Celery
+from celery.schedules import crontab
+
+from celery_dtimer import DistributedTimer
+
+REDIS_URL = os.environ.get("SHOP_REDIS_URL", "redis://127.0.0.1:6379/0")
+INSTANCE_TIMEOUT = float(os.environ.get("SHOP_INSTANCE_TIMEOUT", "30"))
+
+app = Celery("shop", broker=REDIS_URL, include=["example_project.tasks"])
+app.conf.update(
+    broker_connection_retry_on_startup=True,
+    task_ignore_result=True,
+    beat_scheduler="celery_dtimer:DistributedScheduler",
+    dtimer_instance_timeout=INSTANCE_TIMEOUT,
+    dtimer_heartbeat_interval=INSTANCE_TIMEOUT / 6,
+    dtimer_failure_check_interval=INSTANCE_TIMEOUT / 3,
+    beat_schedule={
+        "visitors of the last minute": {
+            "task": "example_project.tasks.count_visitors",
+            "schedule": crontab(),
+        },
+    },
+)
+
+timers = DistributedTimer(app)

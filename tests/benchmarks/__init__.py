@@ -1,0 +1,1 @@
+"""The benchmark: celery_dtimer measured beside Celery beat and celery-redbeat, in one run."""

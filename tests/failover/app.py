@@ -1,0 +1,68 @@
+"""The Celery app that the failover tests run, in beats, in workers and embedded.
+
+``DTIMER_TEST_CONFIG`` holds its settings as JSON, ``DTIMER_TEST_LEDGER`` the URL of the server to
+whose list ``<queue>.ran`` each run of a task is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import redis
+from celery import Celery, Task
+from celery.schedules import crontab
+
+from celery_dtimer import CallbackTimer, DistributedTimer
+
+SETTINGS = json.loads(os.environ["DTIMER_TEST_CONFIG"])
+PERIODIC = SETTINGS.pop("periodic_tasks", {})
+
+app = Celery("orders")
+app.conf.update(SETTINGS)
+timers = DistributedTimer(app)
+
+
+def write_down(**run: Any) -> None:
+    """Append one run to the list that the test reads."""
+    with redis.Redis.from_url(os.environ["DTIMER_TEST_LEDGER"]) as ledger:
+        ran_at_ms = time.time_ns() // 1_000_000
+        entry = json.dumps({**run, "ran_at_ms": ran_at_ms, "worker": os.getpid()})
+        ledger.rpush(f"{app.conf.task_default_queue}.ran", entry)
+
+
+@app.task(name="record", bind=True)
+def record(self: Task, *args: Any, **kwargs: Any) -> None:
+    """Write down the run as the message's header describes it."""
+    header = self.request.get("dtimer")
+    write_down(dtimer=header, task_id=self.request.id, args=args, kwargs=kwargs)
+
+
+@timers.callback
+def record_timer(timer: CallbackTimer, *args: Any) -> None:
+    """Write down the run as the callback's timer describes it."""
+    header = {
+        "id": timer.id,
+        "name": timer.name,
+        "service": timer.service,
+        "instance": timer.instance,
+        "scheduled_at": timer.scheduled_at.isoformat(timespec="milliseconds"),
+        "run": timer.run,
+    }
+    write_down(dtimer=header, task_id=record_timer.request.id, args=args, kwargs={})
+
+
+@timers.callback
+def fail(timer: CallbackTimer) -> None:
+    """Raise, as callbacks sometimes do."""
+    raise RuntimeError(f"{timer.name} fails on purpose")
+
+
+@app.on_after_finalize.connect
+def add_periodic_tasks(sender: Celery, **_: Any) -> None:
+    """Add what the test wants added in code: name to seconds, or to a minute field."""
+    for name, schedule in PERIODIC.items():
+        rule = crontab(minute=schedule) if isinstance(schedule, str) else schedule
+        sender.add_periodic_task(rule, record.s(name), name=name)

@@ -1,0 +1,169 @@
+"""The timers' Redis restarts, freezes, refuses writes, or loses its data, scripts or keys."""
+
+from __future__ import annotations
+
+from tests.conftest import FreshRedis
+from tests.failover.deployment import TAKEOVER, TIMEOUT, Deploy, Deployment
+
+SCHEDULE = {f"static-{n:02}": {"task": "record", "schedule": 1.0} for n in range(12)}
+
+#: Everybody fell silent: two heartbeat intervals of grace, then reconnecting with back-off.
+RECOVERY = TAKEOVER + 2
+
+
+def test_a_restart_with_its_data_loses_and_doubles_nothing(
+    deploy: Deploy, fresh_redis: FreshRedis
+) -> None:
+    deployment = deploy(store=fresh_redis(appendonly=True))
+    beats = deployment.start_beats(2)
+    names = deployment.create(20)
+    deployment.wait_firing(names)
+
+    deployment.store.kill()
+    deployment.pass_time(2)
+    deployment.store.start()
+    back_ms = deployment.now_ms()
+    deployment.wait_sent(names, back_ms, RECOVERY)
+
+    deployment.wait_registered(beats)
+    assert all(beat.is_running() for beat in beats)
+    deployment.ledger.assert_doubles_are_recognizable()
+    assert not deployment.ledger.doubled()
+    deployment.assert_accounted(names, 1000)
+
+
+def test_lost_data_bring_the_static_schedule_back_without_a_restart(
+    deploy: Deploy, fresh_redis: FreshRedis
+) -> None:
+    deployment = deploy(store=fresh_redis(), beat_schedule=SCHEDULE)
+    beats = deployment.start_beats(2)
+    deployment.wait_firing(SCHEDULE)
+
+    for lose in (
+        lambda: deployment.store.restart(keep_data=False),
+        deployment.store.client.flushall,
+    ):
+        lose()
+        lost_ms = deployment.now_ms()
+        deployment.wait_sent(SCHEDULE, lost_ms, RECOVERY)
+        deployment.wait_registered(beats)
+        deployment.wait_balanced()
+        back_ms = deployment.now_ms()
+        end_ms = deployment.pass_time(2)
+        deployment.wait_sent(SCHEDULE, end_ms - 999)
+
+        assert all(beat.is_running() for beat in beats)
+        later = [run.slot for run in deployment.ledger.since(back_ms)]
+        assert len(later) == len(set(later))
+        deployment.assert_consistent()
+
+
+def test_lost_scripts_under_load_lose_and_double_nothing(deployment: Deployment) -> None:
+    deployment.start_beats(2)
+    names = deployment.create(60)
+    deployment.wait_firing(names)
+    for _ in range(20):
+        deployment.store.client.script_flush()
+        deployment.pass_time(0.15)
+    end_ms = deployment.now_ms()
+    deployment.wait_sent(names, end_ms - 999)
+    deployment.ledger.assert_every_run_once(names, 1000, end_ms)
+
+
+def test_killed_connections_lose_and_double_nothing(
+    deploy: Deploy, fresh_redis: FreshRedis
+) -> None:
+    deployment = deploy(store=fresh_redis())
+    beats = deployment.start_beats(2)
+    names = deployment.create(20)
+    deployment.wait_firing(names)
+    for _ in range(8):
+        deployment.store.client.client_kill_filter(_type="normal", skipme=True)
+        deployment.pass_time(0.3)
+    end_ms = deployment.now_ms()
+    deployment.wait_sent(names, end_ms, RECOVERY)
+
+    deployment.wait_registered(beats)
+    deployment.ledger.assert_nothing_doubled()
+    deployment.assert_accounted(names, 1000)
+
+
+def test_a_frozen_redis_is_nobodys_death(deploy: Deploy, fresh_redis: FreshRedis) -> None:
+    deployment = deploy(store=fresh_redis())
+    beats = deployment.start_beats(3)
+    names = deployment.create(30)
+    deployment.wait_firing(names)
+    owned = deployment.owned()
+
+    for seconds in (TIMEOUT / 2, TIMEOUT + 1):
+        deployment.store.freeze()
+        deployment.pass_time(seconds)
+        deployment.store.thaw()
+        thawed_ms = deployment.now_ms()
+        deployment.wait_sent(names, thawed_ms, RECOVERY)
+
+        assert all(beat.is_running() for beat in beats)
+        assert deployment.owned() == owned
+        deployment.ledger.assert_nothing_doubled()
+        deployment.assert_accounted(names, 1000)
+
+
+def test_a_redis_that_refuses_writes_is_waited_out(deploy: Deploy, fresh_redis: FreshRedis) -> None:
+    """A replica in the master's place answers READONLY to every write."""
+    deployment = deploy(store=fresh_redis())
+    beats = deployment.start_beats(2)
+    names = deployment.create(20)
+    deployment.wait_firing(names)
+
+    deployment.store.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    deployment.pass_time(3)
+    deployment.store.client.execute_command("REPLICAOF", "NO", "ONE")
+    back_ms = deployment.now_ms()
+    deployment.wait_sent(names, back_ms, RECOVERY)
+
+    assert all(beat.is_running() for beat in beats)
+    deployment.ledger.assert_doubles_are_recognizable()
+    deployment.assert_accounted(names, 1000)
+    deployment.ledger.assert_nothing_doubled()
+
+
+def test_deleted_ownership_keys_stop_no_beat_and_no_timer(deployment: Deployment) -> None:
+    beats = deployment.start_beats(3)
+    names = deployment.create(30)
+    deployment.wait_firing(names)
+
+    victim = deployment.registered()[beats[0].pid]
+    for key in (
+        f"{deployment.key('instance')}:{victim}",
+        f"{deployment.key('instance_timers')}:{victim}",
+        deployment.key("service_instances"),
+    ):
+        assert deployment.store.client.delete(key) == 1
+        deleted_ms = deployment.now_ms()
+        deployment.wait_sent(names, deleted_ms + 1, RECOVERY + 2)
+        deployment.wait_registered(beats)
+        end_ms = deployment.pass_time(1)
+        deployment.wait_sent(names, end_ms - 999)
+
+        assert all(beat.is_running() for beat in beats)
+        deployment.assert_consistent(within=3)
+        deployment.ledger.assert_nothing_doubled()
+
+
+def test_an_outage_is_logged_once_and_not_at_every_turn(
+    deploy: Deploy, fresh_redis: FreshRedis
+) -> None:
+    deployment = deploy(store=fresh_redis(appendonly=True))
+    (beat,) = deployment.start_beats(1)
+    names = deployment.create(5)
+    deployment.wait_firing(names)
+    before = beat.log_text()
+    deployment.store.kill()
+    deployment.pass_time(4)
+    during = beat.log_text()[len(before) :]
+    deployment.store.start()
+    deployment.wait_sent(names, deployment.now_ms(), RECOVERY)
+
+    lines = [line for line in during.splitlines() if "Sending" not in line]
+    assert 1 <= len(lines) <= 12, lines
+    assert "Traceback" not in during

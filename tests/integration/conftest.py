@@ -1,0 +1,199 @@
+"""A service on the run's server whose clock a test sets, and embedded schedulers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from celery_dtimer import DistributedTimer, consistency
+from celery_dtimer.model import Definition, TimerState, new_trigger_id
+from celery_dtimer.schedules import Interval, OneShot, Schedule
+from celery_dtimer.settings import Settings
+from celery_dtimer.store import DueTimer, Settlement, Store
+from tests.servers import RedisServer
+
+StartTimers = Callable[[Celery], DistributedTimer]
+MakeService = Callable[..., "Service"]
+
+START_MS = 1_750_000_000_000
+SECOND = 1000
+
+
+@pytest.fixture
+def start_timers() -> Iterator[StartTimers]:
+    """Start embedded schedulers; they stop with the test, and leave consistent keys."""
+    started: list[DistributedTimer] = []
+
+    def start(app: Celery) -> DistributedTimer:
+        timers = DistributedTimer(app)
+        timers.start()
+        started.append(timers)
+        return timers
+
+    yield start
+    violations = [problem for timers in started for problem in timers.check_consistency()]
+    for timers in started:
+        timers.stop()
+    assert not violations
+
+
+class Clock:
+    """The server's time, in ms, as the test says."""
+
+    def __init__(self, now_ms: int = START_MS) -> None:
+        self.now_ms = now_ms
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+    def advance(self, seconds: float) -> int:
+        """Let time go by; return the new time."""
+        self.now_ms += round(seconds * SECOND)
+        return self.now_ms
+
+
+class Service:
+    """One service's store with the test's clock, and short ways to what tests ask of it."""
+
+    def __init__(self, client: redis.Redis, url: str, prefix: str, **settings: Any) -> None:
+        self.redis, self.clock = client, Clock()
+        self.settings = Settings("orders", url, key_prefix=prefix, **settings)
+        self.store = Store(self.settings, clock=self.clock)
+        self.keys = self.store.keys
+        self.is_damaged = False  #: set by a test that leaves inconsistent keys on purpose
+        self._sequence = 0
+
+    def another_store(self) -> Store:
+        """Return a store of the same service on a connection of its own."""
+        return Store(self.settings, clock=self.clock)
+
+    # -- instances
+
+    def join(self, instance: str = "a") -> int:
+        """Register an instance; return its epoch."""
+        return self.store.register(instance, {"service": "orders", "host": "h", "port": 1}).epoch
+
+    def let_pass(self, seconds: float, **alive: int) -> None:
+        """Let time go by, a second at a time, while the instances with these epochs are heard."""
+        for _ in range(round(seconds)):
+            self.clock.advance(1)
+            for instance, epoch in alive.items():
+                self.store.heartbeat(instance, epoch)
+
+    def loads(self) -> dict[str, int]:
+        """Return how many timers each registered instance owns."""
+        return {instance.id: instance.timers for instance in self.store.instances()}
+
+    def members(self) -> int:
+        """Return the count of membership changes."""
+        return int(self.redis.hget(self.keys("meta"), "members") or 0)  # type: ignore[arg-type]
+
+    # -- timers
+
+    def define(
+        self,
+        name: str = "timer",
+        *,
+        every: float = 10,
+        at_ms: int | None = None,
+        schedule: Schedule | None = None,
+        **fields: Any,
+    ) -> Definition:
+        """Return a definition: an interval in seconds, or a one-shot."""
+        rule = Interval(round(every * SECOND)) if at_ms is None else OneShot(at_ms)
+        return Definition(name, fields.pop("task", "tasks.record"), schedule or rule, **fields)
+
+    def add(self, name: str = "timer", **fields: Any) -> Definition:
+        """Store a timer; return its definition."""
+        source = fields.pop("source", "")
+        definition = self.define(name, **fields)
+        self.store.save([definition], source=source)
+        return definition
+
+    def add_many(self, count: int, prefix: str = "t", **fields: Any) -> list[Definition]:
+        """Store so many timers, each due a millisecond after the one before."""
+        every = fields.pop("every", 10)
+        definitions = [
+            self.define(f"{prefix}{i}", every=every + i / SECOND, **fields) for i in range(count)
+        ]
+        self.store.save(definitions)
+        return definitions
+
+    def trigger(self, timer: Definition) -> str:
+        """Trigger a timer; return the id of its hidden one-shot."""
+        id = new_trigger_id()
+        assert self.store.trigger(timer.id, id) == 1
+        return id
+
+    def state(self, id: str) -> TimerState:
+        """Return a timer's state, which must be there."""
+        state = self.store.states([id])[1][0]
+        assert state is not None
+        return state
+
+    def exists(self, id: str) -> bool:
+        """Say whether anything is stored of a timer."""
+        listed = [
+            self.redis.zscore(self.keys(key), id) for key in ("timer_queue", "inactive_timers")
+        ]
+        stored = self.redis.exists(self.keys("timer", id), self.keys("timer_definition", id))
+        return bool(stored) or listed != [None, None]
+
+    def field(self, id: str, name: str) -> Any:
+        """Return a field of a timer's hash."""
+        return self.redis.hget(self.keys("timer", id), name)
+
+    def set_field(self, id: str, name: str, value: str) -> None:
+        """Edit a timer's hash by hand."""
+        self.redis.hset(self.keys("timer", id), name, value)
+
+    # -- firing
+
+    def due(self, instance: str, epoch: int, limit: int = 100) -> list[DueTimer]:
+        """Return what is due at an instance."""
+        return self.store.due(instance, epoch, limit).timers
+
+    def due_one(self, instance: str, epoch: int) -> DueTimer:
+        """Return the one timer that is due at an instance."""
+        (timer,) = self.due(instance, epoch)
+        return timer
+
+    def commit(self, instance: str, epoch: int, *settlements: Settlement) -> list[int]:
+        """Commit under a new sequence number; return the codes."""
+        self._sequence += 1
+        return self.store.commit(instance, epoch, self._sequence, settlements)
+
+    def ran(self, timer: DueTimer, every: float = 10) -> Settlement:
+        """Return what is committed for a run of an interval timer."""
+        return Settlement(timer, "run", next_due_ms=timer.due_ms + round(every * SECOND))
+
+
+@pytest.fixture
+def make_service(redis_server: RedisServer, prefix: str) -> Iterator[MakeService]:
+    """Make services with settings of the test's own; afterwards their keys must be consistent."""
+    made: list[Service] = []
+
+    def make(**settings: Any) -> Service:
+        made.append(Service(redis_server.client, redis_server.url, prefix, **settings))
+        return made[-1]
+
+    yield make
+    violations = [
+        found
+        for service in made
+        if not service.is_damaged
+        for found in consistency.check(service.store)
+    ]
+    for service in made:
+        service.store.close()
+    assert not violations
+
+
+@pytest.fixture
+def service(make_service: MakeService) -> Service:
+    """A service with the default settings: heartbeat 5 s, timeout 30 s."""
+    return make_service()

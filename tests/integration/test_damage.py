@@ -1,0 +1,137 @@
+"""One bad entry, or a key that somebody edited, stops no other timer."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+import pytest
+
+from celery_dtimer import DistributedTimer
+from tests.conftest import MakeApp, ReadQueue
+from tests.integration.conftest import StartTimers
+from tests.servers import RedisServer
+from tests.waiting import wait_until
+
+GOOD = {"task": "record", "schedule": 0.3}
+
+BAD_ENTRIES: dict[str, Any] = {
+    "no schedule": {"task": "record"},
+    "schedule is None": {"task": "record", "schedule": None},
+    "unknown schedule": {"task": "record", "schedule": object()},
+    "unknown key": {**GOOD, "colour": "red"},
+    "no task": {"schedule": 0.3},
+    "bad interval": {"task": "record", "schedule": -1},
+}
+
+
+@pytest.mark.parametrize("entry", BAD_ENTRIES.values(), ids=BAD_ENTRIES.keys())
+def test_a_bad_entry_is_logged_by_name_and_the_others_run(
+    make_app: MakeApp,
+    read_queue: ReadQueue,
+    start_timers: StartTimers,
+    caplog: pytest.LogCaptureFixture,
+    entry: Any,
+) -> None:
+    app = make_app(beat_schedule={"good": GOOD, "rotten": entry, "fine": GOOD})
+    reader = read_queue(app)
+    with caplog.at_level(logging.WARNING):
+        start_timers(app)
+        wait_until(lambda: reader.ledger.names() >= {"good", "fine"}, "the good ones to run")
+    assert "rotten" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {**GOOD, "args": None, "kwargs": None, "options": None},
+        {**GOOD, "args": (uuid.UUID(int=1),), "kwargs": {"a": b"\xff"}},
+        {**GOOD, "task": "no.such.task"},
+        {**GOOD, "options": {"expires": 30}},
+    ],
+)
+def test_an_unusual_entry_runs(
+    make_app: MakeApp, read_queue: ReadQueue, start_timers: StartTimers, entry: Any
+) -> None:
+    app = make_app(beat_schedule={"unusual": entry})
+    reader = read_queue(app)
+    start_timers(app)
+    wait_until(lambda: reader.ledger.names() == {"unusual"}, "the entry to run")
+
+
+@pytest.mark.parametrize("damage", ["not json", "wrong json", "gone", "wrong type", "no schedule"])
+def test_a_damaged_definition_stops_only_its_timer(
+    make_app: MakeApp,
+    redis_server: RedisServer,
+    read_queue: ReadQueue,
+    start_timers: StartTimers,
+    prefix: str,
+    damage: str,
+) -> None:
+    app, client = make_app(), redis_server.client
+    reader = read_queue(app)
+    victim, _ = DistributedTimer(app).create_timers(
+        [
+            {"name": "victim", "schedule": 0.5, "callback": "record"},
+            {"name": "good", "schedule": 0.5, "callback": "record"},
+        ]
+    )
+    definition = f"{prefix}timer_definition:{{orders}}:{victim}"
+    assert client.exists(definition)
+    if damage in ("gone", "wrong type"):
+        client.delete(definition)
+    if damage == "wrong type":
+        client.lpush(definition, "x")
+    texts = {"not json": "{", "wrong json": "[1]", "no schedule": '{"name":"victim","task":"t"}'}
+    if damage in texts:
+        client.set(definition, texts[damage])
+    timers = start_timers(app)
+
+    wait_until(lambda: len(reader.ledger.slots("good")) >= 3, "the other timer to run on")
+    assert "victim" not in reader.ledger.names()
+    assert timers.get_timer(victim).status == "broken"
+
+
+@pytest.mark.parametrize("kind", ["timer", "timer_queue member", "timer of a wrong type"])
+def test_half_deleted_timers_are_repaired(
+    make_app: MakeApp,
+    redis_server: RedisServer,
+    read_queue: ReadQueue,
+    start_timers: StartTimers,
+    prefix: str,
+    kind: str,
+) -> None:
+    app, client = make_app(beat_schedule={"static": GOOD}), redis_server.client
+    reader = read_queue(app)
+    timers = start_timers(app)
+    timers.create_timer("victim", 0.3, "record")
+    wait_until(lambda: reader.ledger.names() == {"static", "victim"}, "both to run")
+    victim = timers.get_timer("victim").id
+    if kind == "timer_queue member":
+        client.zrem(f"{prefix}timer_queue:{{orders}}", victim)
+    else:
+        client.delete(f"{prefix}timer:{{orders}}:{victim}")
+    if kind == "timer of a wrong type":
+        client.set(f"{prefix}timer:{{orders}}:{victim}", "nonsense")
+
+    sent = len(reader.ledger.slots("static"))
+    wait_until(lambda: len(reader.ledger.slots("static")) > sent + 2, "the other to run on")
+    wait_until(lambda: not timers.check_consistency(), "the repair", 10)
+
+
+def test_a_static_timer_deleted_by_hand_comes_back(
+    make_app: MakeApp,
+    redis_server: RedisServer,
+    read_queue: ReadQueue,
+    start_timers: StartTimers,
+    prefix: str,
+) -> None:
+    app = make_app(beat_schedule={"static": GOOD})
+    reader = read_queue(app)
+    timers = start_timers(app)
+    wait_until(lambda: reader.ledger.names() == {"static"}, "a run")
+    redis_server.client.delete(f"{prefix}timer:{{orders}}:{timers.get_timer('static').id}")
+    deleted_ms = redis_server.now_ms()
+    wait_until(lambda: reader.ledger.since(deleted_ms + 500), "runs to come again", 10)
+    wait_until(lambda: not timers.check_consistency(), "the repair", 10)

@@ -1,0 +1,472 @@
+"""One instance's lease, and what it does for the timers of others; every clock is the test's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from celery_dtimer.errors import FencedError, StoreUnavailableError
+from celery_dtimer.membership import Identity, Membership, MembershipThread, leave
+from celery_dtimer.model import Lease
+from celery_dtimer.store import Store
+from tests.integration.conftest import START_MS, MakeService, Service
+from tests.waiting import wait_until
+
+TRUSTED = 27.0  # seconds: nine tenths of the timeout
+
+MakeMember = Callable[..., "Member"]
+
+
+class Member:
+    """A membership whose seconds pass with the service's clock, plus what is lost in its calls."""
+
+    def __init__(self, service: Service, instance: str) -> None:
+        self.service, self.instance = service, instance
+        self.store = service.another_store()
+        self.news = 0
+        identity = Identity(instance, "host", 1, "1.0", "confirmed")
+        self.membership = Membership(
+            self.store, identity, clock=self.seconds, on_lease=self._count_news
+        )
+
+    def seconds(self) -> float:
+        """Return a monotonic clock's seconds."""
+        return 500.0 + (self.service.clock.now_ms - START_MS) / 1000
+
+    def _count_news(self) -> None:
+        self.news += 1
+
+    @property
+    def lease(self) -> Lease:
+        """The lease, which must be valid."""
+        lease = self.membership.lease
+        assert lease is not None
+        return lease
+
+    def step(self, *, progress: bool = True) -> float:
+        """Step once, after a turn of the loop."""
+        if progress:
+            self.membership.report_progress()
+        return self.membership.step()
+
+    def live(self, seconds: float, *others: Member) -> None:
+        """Step as often as asked for, for so long; others step along."""
+        until = self.service.clock.now_ms + seconds * 1000
+        while self.service.clock.now_ms < until:
+            waits = [member.step() for member in (self, *others)]
+            self.service.clock.advance(max(min(*waits, 5.0), 0.1))
+
+
+@pytest.fixture
+def make_member(service: Service) -> Any:
+    """Make instances of the service."""
+    made: list[Member] = []
+
+    def make(instance: str) -> Member:
+        made.append(Member(service, instance))
+        return made[-1]
+
+    yield make
+    for member in made:
+        member.store.close()
+
+
+# ------------------------------------------------------------------ the lease
+
+
+def test_nothing_is_registered_before_the_first_step(make_member: MakeMember) -> None:
+    member = make_member("a")
+    assert member.membership.lease is None
+    assert member.service.store.instances() == []
+
+
+def test_the_first_step_registers(make_member: MakeMember) -> None:
+    member = make_member("a")
+    assert 0 < member.step() <= 5
+    (instance,) = member.service.store.instances()
+    assert (instance.id, instance.service, instance.host) == ("a", "orders", "host")
+    assert (instance.version, instance.dispatch) == ("1.0", "confirmed")
+    lease = member.lease
+    assert (lease.instance, lease.epoch, lease.heartbeat_ms) == ("a", instance.epoch, START_MS)
+    assert member.news == 1
+
+
+def test_a_lease_counts_from_the_start_of_its_request(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = make_member("a")
+    started = member.seconds()
+    answer = Store.heartbeat
+
+    def slow(*args: Any) -> Any:
+        member.service.clock.advance(4)
+        return answer(*args)
+
+    monkeypatch.setattr(Store, "heartbeat", slow)
+    member.step()
+    assert member.lease.trusted_until == started + TRUSTED
+    member.service.clock.advance(TRUSTED - 4 - 0.001)
+    assert member.membership.lease is not None
+    member.service.clock.advance(0.001)
+    assert member.membership.lease is None
+
+
+def test_a_lease_ends_before_the_server_takes_the_timers(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    a.service.add()
+    while a.membership.lease is not None:
+        b.step()
+        a.service.clock.advance(1)
+        assert a.service.state(a.service.define().id).owner == "a"
+
+
+def test_every_step_renews_the_lease(make_member: MakeMember) -> None:
+    member = make_member("a")
+    member.step()
+    first = member.lease
+    member.service.clock.advance(5)
+    member.step()
+    assert member.lease.epoch == first.epoch
+    assert member.lease.trusted_until == first.trusted_until + 5
+    assert member.lease.heartbeat_ms == START_MS + 5000
+    assert member.news == 1
+
+
+def test_an_unreachable_redis_lets_the_lease_run_out(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = make_member("a")
+    member.step()
+    lease = member.lease
+
+    def fail(*_: Any) -> Any:
+        raise StoreUnavailableError("down")
+
+    monkeypatch.setattr(Store, "heartbeat", fail)
+    member.service.clock.advance(5)
+    with pytest.raises(StoreUnavailableError):
+        member.step()
+    assert member.lease == lease
+    member.service.clock.advance(TRUSTED)
+    assert member.membership.lease is None
+
+
+def test_a_loop_without_progress_ends_the_lease_and_the_heartbeats(
+    make_member: MakeMember,
+) -> None:
+    member = make_member("a")
+    member.step()
+    member.service.clock.advance(10.001)
+    assert 0 < member.step(progress=False) <= 5
+    assert member.membership.lease is None
+    assert member.service.store.scores("service_instances") == {"a": START_MS}
+
+
+def test_a_loop_may_be_silent_for_as_long_as_it_said(make_member: MakeMember) -> None:
+    member = make_member("a")
+    member.membership.report_progress(wait=3)
+    member.service.clock.advance(13)
+    member.step(progress=False)
+    assert member.lease
+    member.service.clock.advance(0.001)
+    member.step(progress=False)
+    assert member.membership.lease is None
+
+
+def test_a_loop_that_goes_on_registers_with_a_newer_epoch(make_member: MakeMember) -> None:
+    member = make_member("a")
+    member.step()
+    old = member.lease.epoch
+    member.service.clock.advance(11)
+    member.step(progress=False)
+    member.step()
+    assert member.lease.epoch > old
+    assert member.news == 2
+
+
+def test_a_silent_loop_loses_its_timers(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    timer = a.service.add()
+    for _ in range(41):
+        b.step()
+        a.step(progress=False)
+        a.service.clock.advance(1)
+    b.step()
+    assert a.service.state(timer.id).owner == "b"
+
+
+@pytest.mark.parametrize("how", ["heartbeat", "reported by the loop"])
+def test_a_fenced_instance_registers_with_a_newer_epoch(make_member: MakeMember, how: str) -> None:
+    member = make_member("a")
+    member.step()
+    old = member.lease.epoch
+    if how == "heartbeat":
+        member.service.redis.delete(member.service.keys("service_instances"))
+        assert member.step() == 0
+        assert member.membership.lease is None
+    else:
+        member.membership.report_fenced(old)
+        assert member.membership.attention.is_set()
+    member.step()
+    assert member.lease.epoch > old
+    assert member.news == 2
+
+
+def test_a_fenced_epoch_of_old_is_no_reason_to_register_anew(make_member: MakeMember) -> None:
+    member = make_member("a")
+    member.step()
+    epoch = member.lease.epoch
+    member.membership.report_fenced(epoch - 1)
+    member.step()
+    assert member.lease.epoch == epoch
+
+
+def test_news_of_the_members_reaches_the_loop(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    before = a.lease.members
+    b.step()
+    a.step()
+    assert a.lease.members > before
+    assert a.news == 2
+
+
+# ------------------------------------------------------------------ the dead
+
+
+def test_the_dead_are_found_as_soon_as_their_heartbeat_runs_out(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    b.step()
+    b.service.add()
+    waited = 0.0
+    wait = a.step()
+    while "b" in a.service.loads():
+        waited += wait
+        assert waited < 40
+        a.service.clock.advance(wait)
+        wait = a.step()
+    assert 30 < waited < 30.1
+    assert a.service.loads() == {"a": 1}
+
+
+def test_an_instance_reaped_by_others_comes_back_with_nothing(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    timer = a.service.add()
+    b.live(33)
+    old = a.membership._lease
+    assert old is not None
+    assert a.service.state(timer.id).owner == "b"
+    assert a.step() == 0
+    a.step()
+    assert a.lease.epoch > old.epoch
+    with pytest.raises(FencedError):
+        a.service.store.due("a", old.epoch, 10)
+
+
+def test_all_batches_move_soonest_due_first(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    timers = [timer.id for timer in a.service.add_many(10, every=3600)]
+    b.step()
+    assert a.service.store.owned_ids("a") == timers[:5]
+    left: list[list[str]] = []
+    answer = Store.reap
+
+    def reap(store: Store, instance: str, epoch: int) -> Any:
+        left.append(store.owned_ids("a"))
+        return answer(store, instance, epoch, limit=2)
+
+    monkeypatch.setattr(Store, "reap", reap)
+    b.live(33)
+    assert [ids for ids in left if ids != timers[:5]][:2] == [timers[2:5], timers[4:5]]
+    assert a.service.loads() == {"b": 10}
+
+
+def test_a_busy_mover_is_asked_again_soon(make_member: MakeMember) -> None:
+    a, b, c = make_member("a"), make_member("b"), make_member("c")
+    a.step()
+    timer = a.service.add()
+    b.live(29, c)
+    assert a.service.store.reap("c", c.lease.epoch).count == 0
+    meta = a.service.keys("meta")
+    a.service.clock.advance(2)
+    a.service.redis.hset(meta, mapping={"mover": "c", "mover_until": a.service.clock.now_ms + 1000})
+    assert 0 < b.step() <= 5 / 4
+    assert a.service.state(timer.id).owner == "a"
+    a.service.clock.advance(1)
+    b.step()
+    assert a.service.state(timer.id).owner in ("b", "c")
+
+
+def test_silence_of_everybody_is_no_death(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    timer = a.service.add()
+    b.step()
+    epoch = a.lease.epoch
+    a.service.clock.advance(120)
+    b.step()
+    a.step()
+    assert a.lease.epoch == epoch
+    assert a.service.state(timer.id).owner == "a"
+
+
+def test_timers_that_nobody_owns_are_adopted_at_once(
+    service: Service, make_member: MakeMember
+) -> None:
+    service.add_many(3)
+    make_member("a").step()
+    assert service.loads() == {"a": 3}
+
+
+# ------------------------------------------------------------------ evening out
+
+
+def test_who_joins_gets_its_share_at_once(service: Service, make_member: MakeMember) -> None:
+    a, b, c = make_member("a"), make_member("b"), make_member("c")
+    a.step()
+    service.add_many(10)
+    b.step()
+    assert service.loads() == {"a": 5, "b": 5}
+    c.step()
+    assert sorted(service.loads().values()) == [3, 3, 4]
+
+
+def test_evening_out_goes_on_when_another_was_moving(
+    service: Service, make_member: MakeMember
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    service.add_many(10)
+    meta = service.keys("meta")
+    service.redis.hset(meta, mapping={"mover": "a", "mover_until": START_MS + 1000})
+    assert 0 < b.step() <= 5 / 4
+    assert service.loads() == {"a": 10, "b": 0}
+    service.clock.advance(5 / 4)
+    b.step()
+    assert service.loads() == {"a": 5, "b": 5}
+
+
+def test_drift_is_evened_out_by_the_check_beyond_its_share_only(
+    service: Service, make_member: MakeMember
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    service.add_many(40, every=3600)
+    b.step()
+    a.live(20, b)
+    assert service.loads() == {"a": 20, "b": 20}
+    owned = service.store.owned_ids("b")
+    service.store.delete(owned[:1])
+    a.live(20, b)
+    assert service.loads() == {"a": 20, "b": 19}
+    service.store.delete(owned[1:9])
+    a.live(20, b)
+    assert service.loads() == {"a": 16, "b": 15}
+
+
+def test_nothing_moves_without_a_cause(service: Service, make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    service.add_many(11, every=3600)
+    b.step()
+    a.live(10, b)
+    before = service.store.owned_ids("a")
+    a.live(60, b)
+    assert service.store.owned_ids("a") == before
+
+
+# ------------------------------------------------------------------ tidying
+
+
+def test_the_check_repairs_and_purges(service: Service, make_member: MakeMember) -> None:
+    a = make_member("a")
+    a.step()
+    timer = service.add("gone", every=3600)
+    once = service.add("once", at_ms=START_MS)
+    epoch = a.lease.epoch
+    (due,) = service.due("a", epoch)
+    service.commit("a", epoch, service.ran(due))
+    service.redis.delete(service.keys("timer", timer.id))
+    service.redis.zrem(service.keys("instance_timers", "a"), timer.id)
+    a.live(11)
+    assert not service.exists(timer.id)
+    assert service.exists(once.id)
+
+
+# ------------------------------------------------------------------ leaving
+
+
+def test_leaving_hands_everything_over(service: Service, make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    service.add_many(450)
+    b.step()
+    moved = leave(service.another_store(), a.lease, until=time.monotonic() + 60)
+    assert moved == 225
+    assert service.loads() == {"b": 450}
+
+
+def test_leaving_stops_at_its_deadline_and_the_others_go_on(
+    service: Service, make_member: MakeMember
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    service.add_many(3)
+    assert leave(service.store, a.lease, until=time.monotonic() - 1) == 0
+    assert service.loads() == {"a": 3}
+    service.store.leave("a", a.lease.epoch, limit=1)
+    b.step()
+    assert service.loads() == {"b": 3}
+
+
+def test_leaving_twice_is_fenced(service: Service, make_member: MakeMember) -> None:
+    a = make_member("a")
+    a.step()
+    leave(service.store, a.lease, until=time.monotonic() + 60)
+    with pytest.raises(FencedError):
+        leave(service.store, a.lease, until=time.monotonic() + 60)
+
+
+# ------------------------------------------------------------------ the thread
+
+
+def test_the_thread_goes_on_after_failures_and_logs_an_outage_once(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    member = make_member("a")
+    failures = iter([StoreUnavailableError("down"), StoreUnavailableError("down"), FencedError()])
+    step = member.membership.step
+
+    def failing() -> float:
+        failure = next(failures, None)
+        if failure is not None:
+            raise failure
+        return step()
+
+    monkeypatch.setattr(member.membership, "step", failing)
+    monkeypatch.setattr("celery_dtimer.membership._FIRST_RETRY", 0.001)
+    thread = MembershipThread(member.membership)
+    thread.start()
+    try:
+        wait_until(lambda: member.membership.lease, "the lease")
+    finally:
+        thread.stop(5)
+    assert not thread.is_alive()
+    assert caplog.text.count("trying again until it answers") == 1
+
+
+def test_settings_of_another_pace_are_kept(make_service: MakeService) -> None:
+    service = make_service(heartbeat_interval=1, check_interval=1, instance_timeout=3)
+    member = Member(service, "a")
+    assert 0 < member.step() <= 1
+    assert member.lease.trusted_until == pytest.approx(member.seconds() + 2.7)
+    member.store.close()

@@ -1,0 +1,392 @@
+"""The scheduler in this process: what Celery's beat calls, and the embedded one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.apps.beat import Beat
+from celery.beat import Service
+from celery.schedules import crontab
+
+from celery_dtimer import DistributedScheduler, DistributedTimer, SettingsError
+from celery_dtimer.scheduler import Loop
+from tests.conftest import MakeApp, ReadQueue
+from tests.servers import RedisServer
+from tests.waiting import wait_until
+
+NOWHERE = "redis://127.0.0.1:1/0"
+
+MakeScheduler = Callable[..., DistributedScheduler]
+
+
+@pytest.fixture
+def make_scheduler() -> Iterator[MakeScheduler]:
+    """Make schedulers with an id of their own each, unless said; they close with the test."""
+    made: list[DistributedScheduler] = []
+
+    def make(app: Celery, *, embedded: bool = True, **options: Any) -> DistributedScheduler:
+        app.conf.result_expires = None  # else Celery adds its clean-up of results
+        made.append(DistributedScheduler(app, embedded=embedded, **options))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        scheduler.close()
+
+
+def registered(timers: DistributedTimer) -> list[str]:
+    return [instance.id for instance in timers.get_service_instances()]
+
+
+def owners(timers: DistributedTimer) -> dict[str, str | None]:
+    return {timer.name: timer.instance for timer in timers.get_timers()}
+
+
+# ------------------------------------------------------------------ construction
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_neither_the_banner_nor_the_construction_contacts_anything(
+    make_app: MakeApp, lazy: bool
+) -> None:
+    app = make_app(broker_url=NOWHERE, dtimer_redis_url=NOWHERE, beat_schedule={"a": {}})
+    threads = threading.active_count()
+    scheduler = DistributedScheduler(app, lazy=lazy)
+    assert scheduler.info
+    scheduler.close()
+    assert threading.active_count() == threads
+
+
+def test_the_banner_shows_service_instance_and_server_without_secrets(make_app: MakeApp) -> None:
+    url = "redis://alice:pa55word@example.com:7/1?password=queried"
+    info = DistributedScheduler(make_app(dtimer_redis_url=url), lazy=True).info
+    lines = dict(line.strip(" .").split(" -> ") for line in info.splitlines())
+    assert lines["service"] == "orders"
+    assert lines["timers"] == "redis://**@example.com:7/1"
+    assert lines["instance"].split(":")[1] == str(os.getpid())
+    assert not [secret for secret in ("alice", "pa55word", "queried") if secret in info]
+
+
+def test_the_banner_shows_the_instance_that_will_run(make_app: MakeApp) -> None:
+    app = make_app()
+    banner, real = DistributedScheduler(app, lazy=True), DistributedScheduler(app)
+    assert banner.instance == real.instance
+    embedded = {DistributedScheduler(app, embedded=True).instance for _ in range(2)}
+    assert len(embedded | {real.instance}) == 3
+
+
+BAD_SETTINGS: list[dict[str, Any]] = [
+    {"dtimer_instance_timeout": 10, "dtimer_heartbeat_interval": 5},
+    {"dtimer_instance_timeout": -1},
+    {"dtimer_heartbeat_interval": 0},
+    {"dtimer_check_interval": "1"},
+    {"dtimer_failure_check_interval": None},
+    {"dtimer_batch_size": 0},
+    {"dtimer_dispatch": "atomically"},
+    {"dtimer_key_prefix": "{x}"},
+    {"dtimer_redis_url": "amqp://localhost"},
+    {"dtimer_redis_options": "a=b"},
+    {"dtimer_keep_finished": -1},
+    {"dtimer_service": 5},
+]
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("conf", BAD_SETTINGS, ids=repr)
+def test_a_bad_setting_is_refused_at_the_start_by_name(
+    make_app: MakeApp, conf: dict[str, Any], lazy: bool
+) -> None:
+    with pytest.raises(SettingsError, match=next(iter(conf))):
+        DistributedScheduler(make_app(**conf), lazy=lazy)
+
+
+@pytest.mark.parametrize("name", ["dtimer", "celery_dtimer:DistributedScheduler"])
+def test_celery_finds_it_by_its_names_and_may_give_it_a_file(
+    make_app: MakeApp, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "celerybeat-schedule"
+    service = Service(make_app(), scheduler_cls=name, schedule_filename=str(file))
+    scheduler = service.get_scheduler(lazy=False)
+    assert type(scheduler) is DistributedScheduler
+    scheduler.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_beat_command_shows_its_banner(make_app: MakeApp) -> None:
+    app = make_app(dtimer_redis_url=NOWHERE)
+    beat = Beat(app=app, scheduler_cls="dtimer", quiet=True, redirect_stdouts=False)
+    banner = beat.startup_info(Service(app, scheduler_cls="dtimer"))
+    assert "service -> orders" in banner
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "expected"), [(0.3, 7, 0.3), (None, 7, 7), (None, 0, 300)]
+)
+def test_the_longest_wait_is_celerys_setting(
+    make_app: MakeApp, given: float | None, setting: float, expected: float
+) -> None:
+    app = make_app(beat_max_loop_interval=setting)
+    assert DistributedScheduler(app, lazy=True, max_interval=given).max_interval == expected
+
+
+# ------------------------------------------------------------------ the static schedule
+
+
+def names_of(app: Celery) -> set[str]:
+    scheduler = DistributedScheduler(app)
+    return {*scheduler._declaration.definitions, *scheduler._declaration.broken}
+
+
+def test_the_cleanup_of_results_is_scheduled_as_in_celery(
+    make_app: MakeApp, tmp_path: Path
+) -> None:
+    app = make_app(result_backend=f"file://{tmp_path}")
+    definition = DistributedScheduler(app)._declaration.definitions["celery.backend_cleanup"]
+    assert definition.task == "celery.backend_cleanup"
+    assert definition.schedule.describe() == "0 4 * * * (UTC)"
+    assert definition.options == {"expires": 12 * 3600}
+
+
+def test_no_cleanup_where_results_expire_by_themselves_or_never(
+    make_app: MakeApp, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    assert names_of(make_app(result_backend=redis_server.url)) == set()
+    assert names_of(make_app(result_backend=f"file://{tmp_path}", result_expires=None)) == set()
+
+
+def test_the_users_own_cleanup_stays(make_app: MakeApp, tmp_path: Path) -> None:
+    entry = {"task": "celery.backend_cleanup", "schedule": crontab(hour="5", minute="0")}
+    app = make_app(
+        result_backend=f"file://{tmp_path}", beat_schedule={"celery.backend_cleanup": entry}
+    )
+    definition = DistributedScheduler(app)._declaration.definitions["celery.backend_cleanup"]
+    assert definition.schedule.describe() == "0 5 * * * (UTC)"
+    assert app.conf.beat_schedule == {"celery.backend_cleanup": entry}
+
+
+def test_periodic_tasks_are_added_as_in_celery(
+    make_app: MakeApp, make_scheduler: MakeScheduler
+) -> None:
+    app = make_app()
+
+    def work(*args: Any, **kwargs: Any) -> None: ...
+
+    task = app.task(name="work", shared=False)(work)
+
+    @app.on_after_finalize.connect
+    def set_up(sender: Celery, **_: Any) -> None:
+        sender.add_periodic_task(30, task.s("a"), name="named", expires=10)
+        sender.add_periodic_task(crontab(minute=0), task.s(k=1))
+
+    app.finalize()
+    make_scheduler(app).tick()
+    timers = DistributedTimer(app)
+    wait_until(lambda: len(timers.get_timers()) == 2, "the static timers")
+    named = timers.get_timer("named")
+    assert (named.task, named.args, named.options) == ("work", ["a"], {"expires": 10})
+    assert named.source == "orders"
+    (other,) = [timer for timer in timers.get_timers() if timer.name != "named"]
+    assert (other.kwargs, other.name) == ({"k": 1}, "work(k=1)")
+
+
+def test_instances_with_one_schedule_create_each_timer_once(
+    make_app: MakeApp, make_scheduler: MakeScheduler
+) -> None:
+    entries = {f"t{number}": {"task": "record", "schedule": 3600} for number in range(20)}
+    app = make_app(beat_schedule=entries)
+    schedulers = [make_scheduler(app) for _ in range(3)]
+    for scheduler in schedulers:
+        scheduler.start()
+    timers = DistributedTimer(app)
+    wait_until(lambda: len(timers.get_service_instances()) == 3, "the instances")
+    wait_until(lambda: None not in owners(timers).values() and owners(timers), "owners")
+    assert sorted(owners(timers)) == sorted(entries)
+    wait_until(
+        lambda: max(instance.timers for instance in timers.get_service_instances()) <= 7,
+        "an even share",
+    )
+    assert not timers.check_consistency()
+
+
+# ------------------------------------------------------------------ ticking and closing
+
+
+def test_a_tick_sends_what_is_due_and_returns_zero(
+    make_app: MakeApp, make_scheduler: MakeScheduler, read_queue: ReadQueue
+) -> None:
+    app = make_app(beat_schedule={"often": {"task": "record", "schedule": 0.2}})
+    reader, scheduler = read_queue(app), make_scheduler(app)
+    started = time.monotonic()
+    assert scheduler.tick() == 0
+    assert time.monotonic() - started < 1.5
+    while not reader.ledger.names():
+        assert scheduler.tick() == 0
+        assert time.monotonic() - started < 10
+    assert reader.ledger.names() == {"often"}
+
+
+def test_a_tick_is_bounded_by_the_longest_wait(
+    make_app: MakeApp, make_scheduler: MakeScheduler
+) -> None:
+    scheduler = make_scheduler(make_app(), max_interval=0.05)
+    scheduler.tick()
+    started = time.monotonic()
+    for _ in range(5):
+        scheduler.tick()
+    assert time.monotonic() - started < 1
+
+
+def test_closing_hands_over_and_ends_all_threads(
+    make_app: MakeApp, make_scheduler: MakeScheduler
+) -> None:
+    app = make_app()
+    timers = DistributedTimer(app)
+    timers.create_timer("a", 3600, "record")
+    before = set(threading.enumerate())
+    scheduler = make_scheduler(app, embedded=False)
+    scheduler.tick()
+    wait_until(lambda: owners(timers) == {"a": scheduler.instance}, "an owner")
+    scheduler.close()
+    assert owners(timers) == {"a": None}
+    assert registered(timers) == []
+    scheduler.close()
+    assert scheduler.tick() == 0
+    assert registered(timers) == []
+    wait_until(lambda: set(threading.enumerate()) <= before, "the threads to end")
+    assert not timers.check_consistency()
+
+
+def test_closing_what_never_ran_is_harmless(make_app: MakeApp) -> None:
+    scheduler = DistributedScheduler(make_app(dtimer_redis_url=NOWHERE))
+    scheduler.close()
+    scheduler.close()
+
+
+def tick_for_ever(scheduler: DistributedScheduler) -> None:
+    while True:
+        scheduler.tick()
+
+
+def test_closing_inside_a_tick_waits_for_nothing_and_the_next_call_does_it(
+    make_app: MakeApp, make_scheduler: MakeScheduler
+) -> None:
+    """Celery's signal handler closes in the middle of a tick, and its ``finally`` once more."""
+    app = make_app()
+    timers = DistributedTimer(app)
+    scheduler = make_scheduler(app, embedded=False)
+    scheduler.tick()
+    wait_until(lambda: registered(timers) == [scheduler.instance], "the registration")
+    spent: list[float] = []
+
+    def handler(*_: Any) -> None:
+        started = time.monotonic()
+        scheduler.close()
+        spent.append(time.monotonic() - started)
+        raise SystemExit
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR1])
+    timer.start()
+    try:
+        with pytest.raises(SystemExit):
+            tick_for_ever(scheduler)
+        assert registered(timers) == [scheduler.instance]
+        assert spent[0] < 0.1
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, previous)
+        scheduler.close()
+    assert registered(timers) == []
+
+
+def test_a_loop_that_fails_ends_the_beat_with_its_error(
+    make_app: MakeApp,
+    make_scheduler: MakeScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def step(self: Loop) -> float:
+        raise RuntimeError("a fault of the program")
+
+    monkeypatch.setattr(Loop, "step", step)
+    scheduler = make_scheduler(make_app())
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="a fault"):
+        tick_for_ever(scheduler)
+    assert "The dispatch loop has failed" in caplog.text
+
+
+def test_without_redis_it_waits_and_closes_in_time(
+    make_app: MakeApp, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = DistributedScheduler(make_app(dtimer_redis_url=NOWHERE), max_interval=0.1)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(5):
+            assert scheduler.tick() == 0
+        started = time.monotonic()
+        scheduler.close()
+    assert time.monotonic() - started < 3
+    assert len([line for line in caplog.records if "does not answer" in line.getMessage()]) <= 2
+
+
+# ------------------------------------------------------------------ embedded
+
+
+def test_an_embedded_scheduler_starts_and_stops_with_its_owner(make_app: MakeApp) -> None:
+    timers = DistributedTimer(make_app(result_expires=None))
+    timers.stop()
+    timers.create_timer("a", 3600, "record")
+    instance = timers.start()
+    assert timers.start() == instance
+    wait_until(lambda: registered(timers) == [instance], "the registration")
+    wait_until(lambda: owners(timers) == {"a": instance}, "the owner")
+    assert [timer.name for timer in timers.get_instance_timers()] == ["a"]
+    timers.stop()
+    timers.stop()
+    assert registered(timers) == []
+    again = timers.start()
+    assert again != instance
+    wait_until(lambda: owners(timers) == {"a": again}, "the new owner")
+    timers.stop()
+
+
+def test_several_embedded_schedulers_share_one_process(make_app: MakeApp) -> None:
+    app = make_app(result_expires=None)
+    first, second = DistributedTimer(app), DistributedTimer(app)
+    first.create_timers(
+        {"name": f"t{n}", "schedule": 3600, "callback": "record"} for n in range(10)
+    )
+    ids = {first.start(), second.start()}
+    try:
+        wait_until(
+            lambda: (
+                {each.id: each.timers for each in first.get_service_instances()}
+                == dict.fromkeys(ids, 5)
+            ),
+            "an even share",
+        )
+        assert len(first.get_instance_timers()) == 5
+        second.stop()
+        wait_until(lambda: len(first.get_instance_timers()) == 10, "the hand-over")
+    finally:
+        first.stop()
+        second.stop()
+    assert not first.check_consistency()
+
+
+def test_the_embedded_scheduler_has_the_service_that_was_given(make_app: MakeApp) -> None:
+    app = make_app(dtimer_service="another")
+    timers = DistributedTimer(app, service="billing")
+    timers.start()
+    wait_until(lambda: registered(timers), "the registration")
+    assert {each.service for each in timers.get_service_instances()} == {"billing"}
+    assert registered(DistributedTimer(app)) == []
+    timers.stop()

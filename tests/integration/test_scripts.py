@@ -1,0 +1,1463 @@
+"""Each script by itself: state in, call, state out, and every answer that its header names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import resources
+
+import pytest
+
+from celery_dtimer.errors import FencedError
+from celery_dtimer.model import UNASSIGNED, new_trigger_id
+from celery_dtimer.store import DueTimer, Heartbeat, Moved, Settlement, encode_name, scripts
+from tests.integration.conftest import SECOND, START_MS, Service
+
+OVER = 1  # an epoch that nobody holds
+KEEP_MS = 7 * 86_400 * SECOND
+
+
+# ------------------------------------------------------------------ the files
+
+
+def test_every_file_is_a_script_of_the_store() -> None:
+    folder = resources.files("celery_dtimer") / "lua"
+    files = {path.name.removesuffix(".lua") for path in folder.iterdir()}
+    assert files == {*scripts(), "prelude"}
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_a_script_says_its_keys_arguments_answer_and_cost(name: str) -> None:
+    text = (resources.files("celery_dtimer") / "lua" / f"{name}.lua").read_text()
+    header = text[: text.index("\n\n")]
+    assert all(line.startswith("--") for line in header.splitlines())
+    assert "-- KEYS[1] meta   KEYS[2] never\n" in header
+    assert '-- ARGV[1] now or ""' in header
+    assert "\n-- Returns " in header
+    assert "\n-- Worst case: O(" in header
+    named = {int(number) for number in re.findall(r"ARGV\[(\d+)", header)}
+    used = {int(number) for number in re.findall(r"ARGV\[(\d+)\]", text[len(header) :])}
+    assert used <= named
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_a_script_has_a_test(name: str) -> None:
+    assert any(test.startswith(f"test_{name}_") for test in dir(sys.modules[__name__]))
+
+
+# ------------------------------------------------------------------ register
+
+
+def test_register_answers_an_epoch_the_time_and_the_changes_of_membership(service: Service) -> None:
+    answer = service.store.register("a", {"host": "h", "port": 7})
+    assert (answer.epoch, answer.now_ms, answer.members) == (START_MS, START_MS, 1)
+    (instance,) = service.store.instances()
+    assert (instance.id, instance.host, instance.port, instance.status) == ("a", "h", 7, "active")
+    assert instance.epoch == answer.epoch
+
+
+def test_register_grows_the_epoch_even_when_the_clock_goes_back(service: Service) -> None:
+    first = service.join("a")
+    service.clock.advance(-3600)
+    assert service.join("a") == first + 1
+    assert service.join("b") == first + 2
+
+
+def test_register_anew_ends_the_epoch_before_and_keeps_the_timers(service: Service) -> None:
+    old = service.join()
+    timer = service.add()
+    new = service.join()
+    assert new > old
+    assert service.state(timer.id).owner == "a"
+    with pytest.raises(FencedError):
+        service.store.due("a", old, 10)
+    assert service.store.due("a", new, 10).timers == []
+
+
+def test_register_after_silence_gives_the_others_time_to_be_heard(service: Service) -> None:
+    service.join("a")
+    service.add()
+    service.clock.advance(100)
+    epoch = service.join("b")
+    assert service.store.reap("b", epoch).count == 0
+    service.let_pass(10, b=epoch)
+    assert service.store.reap("b", epoch).count == 0
+    service.let_pass(1, b=epoch)
+    assert service.store.reap("b", epoch).reaped == ("a",)
+
+
+# ------------------------------------------------------------------ heartbeat
+
+
+def test_heartbeat_answers_the_time_the_members_and_the_next_death(service: Service) -> None:
+    a, _ = service.join("a"), service.join("b")
+    service.clock.advance(5)
+    assert service.store.heartbeat("a", a) == Heartbeat(START_MS + 5000, 2, START_MS + 30_000)
+
+
+def test_heartbeat_alone_knows_of_no_death(service: Service) -> None:
+    assert service.store.heartbeat("a", service.join()).next_expiry_ms is None
+
+
+def test_heartbeat_says_at_once_that_timers_wait_for_an_owner(service: Service) -> None:
+    service.add()
+    assert service.store.heartbeat("a", service.join()).next_expiry_ms == 0
+
+
+@pytest.mark.parametrize("epoch", [OVER, START_MS + 1])
+def test_heartbeat_of_another_epoch_is_fenced(service: Service, epoch: int) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.store.heartbeat("a", epoch)
+
+
+def test_heartbeat_without_the_registration_is_fenced(service: Service) -> None:
+    epoch = service.join()
+    service.redis.zrem(service.keys("service_instances"), "a")
+    with pytest.raises(FencedError):
+        service.store.heartbeat("a", epoch)
+
+
+@pytest.mark.parametrize("seconds", [11, 3600, -11, -3600])
+def test_heartbeat_after_silence_of_everybody_reaps_nobody_for_two_intervals(
+    service: Service, seconds: float
+) -> None:
+    a, b = service.join("a"), service.join("b")
+    service.clock.advance(seconds)
+    service.store.heartbeat("a", a)
+    assert service.store.reap("a", a).reaped == ()
+    service.let_pass(10, a=a)
+    assert service.store.reap("a", a).reaped == ()
+    service.store.heartbeat("b", b)
+    service.let_pass(30, a=a, b=b)
+    assert service.store.reap("a", a).reaped == ()
+
+
+@pytest.mark.parametrize("seconds", [11, 29, 31, 3600])
+def test_heartbeat_after_silence_ends_nobodys_lease_early(service: Service, seconds: float) -> None:
+    a, _ = service.join("a"), service.join("b")
+    service.clock.advance(seconds)
+    expiry_ms = service.store.heartbeat("a", a).next_expiry_ms
+    assert expiry_ms == max(START_MS + 30_000, service.clock.now_ms + 10_000)
+
+
+def test_heartbeat_after_silence_revives_nobody_who_leaves(service: Service) -> None:
+    a = service.join("a")
+    service.add_many(3)
+    service.store.leave("a", a, limit=1)
+    service.clock.advance(60)
+    b = service.join("b")
+    assert service.store.reap("b", b).reaped == ("a",)
+    assert service.loads() == {"b": 3}
+
+
+# ------------------------------------------------------------------ leave
+
+
+def test_leave_goes_in_batches_soonest_due_first(service: Service) -> None:
+    a = service.join("a")
+    timers = service.add_many(5)
+    service.join("b")
+    assert service.store.leave("a", a, limit=2) == Moved(2, more=True)
+    assert service.store.owned_ids("b") == [timer.id for timer in timers[:2]]
+    assert service.loads() == {"a": 3, "b": 2}
+    assert service.store.leave("a", a, limit=3) == Moved(3, more=False)
+    assert service.loads() == {"b": 5}
+
+
+def test_leave_ends_the_registration_and_changes_the_members(service: Service) -> None:
+    a = service.join("a")
+    before = service.members()
+    assert service.store.leave("a", a) == Moved(0, more=False)
+    assert service.store.instances() == []
+    assert service.members() == before + 1
+    with pytest.raises(FencedError):
+        service.store.leave("a", a)
+
+
+def test_leave_of_the_last_leaves_its_timers_to_nobody(service: Service) -> None:
+    a = service.join("a")
+    timer = service.add()
+    service.store.leave("a", a)
+    assert service.state(timer.id).owner == UNASSIGNED
+    b = service.join("b")
+    assert service.store.reap("b", b).count == 1
+    assert service.state(timer.id).owner == "b"
+
+
+def test_leave_that_is_not_finished_is_a_death_at_once(service: Service) -> None:
+    a = service.join("a")
+    service.add_many(5)
+    b = service.join("b")
+    service.store.leave("a", a, limit=2)
+    assert (service.store.heartbeat("b", b).next_expiry_ms or 0) <= service.clock.now_ms
+    assert service.store.reap("b", b).reaped == ("a",)
+    assert service.loads() == {"b": 5}
+
+
+def test_leave_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.store.leave("a", OVER)
+    assert service.store.instances()[0].status == "active"
+
+
+# ------------------------------------------------------------------ placement
+
+
+def test_a_new_timer_goes_to_the_instance_with_the_fewest(service: Service) -> None:
+    service.join("a")
+    service.add_many(2, "first")
+    service.join("b")
+    service.add_many(4, "then")
+    assert service.loads() == {"a": 3, "b": 3}
+
+
+def test_a_new_timer_goes_to_one_heard_lately_else_to_any_that_lives(service: Service) -> None:
+    a, _ = service.join("a"), service.join("b")
+    service.let_pass(11, a=a)
+    assert service.state(service.add("fresh").id).owner == "a"
+    assert service.state(service.add("fresh too").id).owner == "a"
+    service.clock.advance(11)
+    assert service.state(service.add("late").id).owner == "b"
+
+
+def test_a_new_timer_waits_when_nobody_lives(service: Service) -> None:
+    service.join("a")
+    service.clock.advance(31)
+    assert service.state(service.add().id).owner == UNASSIGNED
+
+
+def test_a_new_timer_is_not_given_to_one_who_leaves(service: Service) -> None:
+    a = service.join("a")
+    service.add_many(2)
+    service.store.leave("a", a, limit=1)
+    assert service.state(service.add("late").id).owner == UNASSIGNED
+
+
+# ------------------------------------------------------------------ reap
+
+
+def test_reap_moves_the_timers_of_the_dead_soonest_due_first_in_batches(service: Service) -> None:
+    a = service.join("a")
+    timers = [timer.id for timer in service.add_many(5)]
+    b = service.join("b")
+    service.let_pass(31, b=b)
+    moved = service.store.reap("b", b, limit=2)
+    assert (moved.count, moved.more, moved.reaped) == (2, True, ())
+    assert service.store.owned_ids("b") == timers[:2]
+    moved = service.store.reap("b", b, limit=3)
+    assert (moved.count, moved.more, moved.reaped) == (3, False, ("a",))
+    assert moved.next_expiry_ms is None
+    with pytest.raises(FencedError):
+        service.store.heartbeat("a", a)
+
+
+def test_reap_spreads_over_all_who_live(service: Service) -> None:
+    service.join("a")
+    service.add_many(9)
+    b, c = service.join("b"), service.join("c")
+    service.let_pass(31, b=b, c=c)
+    service.store.reap("b", b)
+    assert sorted(service.loads().values()) == [4, 5]
+
+
+def test_reap_forgets_the_dead_who_own_nothing(service: Service) -> None:
+    service.join("a")
+    b = service.join("b")
+    service.let_pass(31, b=b)
+    assert service.store.reap("b", b) == Moved(reaped=("a",))
+    assert service.redis.exists(service.keys("instance", "a")) == 0
+
+
+def test_reap_spares_who_was_heard_within_the_timeout(service: Service) -> None:
+    service.join("a")
+    service.add()
+    b = service.join("b")
+    service.let_pass(30, b=b)
+    assert service.store.reap("b", b) == Moved(next_expiry_ms=START_MS + 30_000)
+
+
+def test_reap_goes_by_each_instances_own_timeout(
+    service: Service, make_service: type[Service]
+) -> None:
+    quick = make_service(heartbeat_interval=1, check_interval=1, instance_timeout=3)
+    quick.clock = quick.store._clock = service.clock
+    quick.join("quick")
+    b = service.join("b")
+    service.let_pass(4, b=b)
+    assert service.store.reap("b", b).reaped == ("quick",)
+
+
+def test_reap_never_reaps_its_caller(service: Service) -> None:
+    a = service.join("a")
+    service.add()
+    b = service.join("b")
+    service.let_pass(31, b=b)
+    assert service.store.reap("a", a).reaped == ()
+
+
+def test_reap_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.store.reap("a", OVER)
+
+
+def test_reap_by_a_second_mover_is_busy_for_a_second(service: Service) -> None:
+    service.join("a")
+    service.add_many(3)
+    b, c = service.join("b"), service.join("c")
+    service.let_pass(31, b=b, c=c)
+    assert service.store.reap("b", b, limit=1).more
+    assert service.store.reap("c", c).busy
+    assert service.store.rebalance("c", c).busy
+    assert not service.store.reap("b", b, limit=1).busy
+    service.clock.advance(1)
+    assert service.store.reap("c", c).reaped == ("a",)
+
+
+def test_reap_frees_the_mover_when_it_is_done(service: Service) -> None:
+    service.join("a")
+    service.add_many(3)
+    b, c = service.join("b"), service.join("c")
+    service.let_pass(31, b=b, c=c)
+    assert service.store.reap("b", b, limit=1).more
+    assert not service.store.reap("b", b).more
+    assert not service.store.reap("c", c).busy
+
+
+def test_reap_waits_for_no_mover_of_a_time_to_come(service: Service) -> None:
+    """The clock went back while a mover held the lock: a dead one's would last for an hour."""
+    service.join("a")
+    service.add_many(2)
+    b, c = service.join("b"), service.join("c")
+    service.let_pass(31, b=b, c=c)
+    assert service.store.reap("b", b, limit=1).more
+    service.clock.advance(-3600)
+    assert not service.store.reap("c", c).busy
+
+
+def test_reap_drops_what_is_no_timer(service: Service) -> None:
+    service.join("a")
+    timers = service.add_many(3)
+    service.redis.delete(service.keys("timer", timers[0].id))
+    service.redis.set(service.keys("timer", timers[1].id), "nonsense")
+    b = service.join("b")
+    service.let_pass(31, b=b)
+    service.store.reap("b", b)
+    assert service.store.owned_ids("b") == [timers[2].id]
+    assert set(service.store.scores("timer_queue")) == {timers[2].id}
+    service.redis.delete(service.keys("timer", timers[1].id))
+
+
+def test_reap_takes_an_instance_whose_hash_is_gone_for_one_with_default_times(
+    service: Service,
+) -> None:
+    service.join("a")
+    service.add()
+    b = service.join("b")
+    service.redis.delete(service.keys("instance", "a"))
+    service.let_pass(31, b=b)
+    assert service.store.reap("b", b).reaped == ("a",)
+    assert service.loads() == {"b": 1}
+
+
+# ------------------------------------------------------------------ rebalance
+
+
+def _rebalance(service: Service, instance: str, epoch: int, limit: int = 200) -> int:
+    moved_in_all = 0
+    while (moved := service.store.rebalance(instance, epoch, 0, limit)).count:
+        moved_in_all += moved.count
+    assert moved == Moved()
+    return moved_in_all
+
+
+@pytest.mark.parametrize(("timers", "instances"), [(10, 2), (10, 3), (11, 4), (3, 5), (0, 3)])
+@pytest.mark.parametrize("limit", [1, 3, 200])
+def test_rebalance_ends_within_one_and_moves_only_the_surplus(
+    service: Service, timers: int, instances: int, limit: int
+) -> None:
+    epoch = service.join("i0")
+    service.add_many(timers)
+    for i in range(1, instances):
+        service.join(f"i{i}")
+    before = service.loads()
+    moved = _rebalance(service, "i0", epoch, limit=limit)
+    loads = service.loads()
+    assert max(loads.values()) - min(loads.values()) <= 1
+    assert moved == sum(max(0, before[id] - loads[id]) for id in loads)
+    assert moved == before["i0"] - loads["i0"]
+    assert loads["i0"] == -(-timers // instances)
+    assert _rebalance(service, "i0", epoch) == 0
+
+
+def test_rebalance_takes_the_latest_due_first(service: Service) -> None:
+    a = service.join("a")
+    timers = service.add_many(4)
+    service.join("b")
+    assert service.store.rebalance("a", a) == Moved(2)
+    assert service.store.owned_ids("b") == [timer.id for timer in timers[2:]]
+
+
+def test_rebalance_says_that_more_is_to_be_done_and_holds_the_mover(service: Service) -> None:
+    a = service.join("a")
+    service.add_many(10)
+    b = service.join("b")
+    assert service.store.rebalance("a", a, 0, 2) == Moved(2, more=True)
+    assert service.store.rebalance("b", b).busy
+    assert service.store.rebalance("a", a) == Moved(3)
+    assert service.store.rebalance("b", b) == Moved()
+
+
+def test_rebalance_leaves_what_is_imminent_for_the_next_pass(service: Service) -> None:
+    a = service.join("a")
+    service.add_many(2, every=10)
+    b = service.join("b")
+    service.clock.advance(9.99)
+    service.store.heartbeat("b", b)
+    service.store.heartbeat("a", a)
+    assert service.store.rebalance("a", a) == Moved(0, more=True)
+    service.clock.advance(-0.5)
+    assert service.store.rebalance("a", a) == Moved(1)
+
+
+def test_rebalance_leaves_drift_alone_up_to_its_share(service: Service) -> None:
+    a = service.join("a")
+    service.add_many(22)
+    service.join("b")
+    _rebalance(service, "a", a)
+    service.store.delete(service.store.owned_ids("b")[:1])
+    assert service.loads() == {"a": 11, "b": 10}
+    assert service.store.rebalance("a", a, 10) == Moved()
+    service.store.delete(service.store.owned_ids("b")[:1])
+    assert service.loads() == {"a": 11, "b": 9}
+    assert service.store.rebalance("a", a, 10) == Moved(1)
+
+
+def test_rebalance_of_one_alone_moves_nothing(service: Service) -> None:
+    a = service.join("a")
+    service.add_many(3)
+    assert service.store.rebalance("a", a) == Moved()
+
+
+def test_rebalance_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.store.rebalance("a", OVER)
+
+
+# ------------------------------------------------------------------ upsert
+
+
+def _upsert(service: Service, *row: object) -> int:
+    return service.store._upsert([row])[0]
+
+
+def test_upsert_creates_an_active_timer(service: Service) -> None:
+    service.join()
+    timer = service.add()
+    state = service.state(timer.id)
+    assert (state.status, state.revision, state.owner) == ("active", timer.revision, "a")
+    assert state.created_ms == START_MS
+    assert state.due_ms == state.at_ms == START_MS + 10_000
+    assert service.store.definitions([timer.id]) == [timer.blob]
+
+
+def test_upsert_answers_the_creation_and_keeps_it(service: Service) -> None:
+    timer = service.define()
+    row = (timer.revision, "active", START_MS + 99, "", "", timer.blob, 0)
+    assert _upsert(service, timer.id, "", "", *row) == START_MS
+    service.clock.advance(5)
+    assert _upsert(service, timer.id, timer.revision, "active", *row) == START_MS
+    assert service.state(timer.id).created_ms == START_MS
+
+
+@pytest.mark.parametrize(
+    ("revision", "status"), [("", ""), ("another", "active"), ("right", "paused")]
+)
+def test_upsert_of_a_timer_that_is_not_as_it_was_read_writes_nothing(
+    service: Service, revision: str, status: str
+) -> None:
+    timer = service.add()
+    before = service.state(timer.id)
+    read = timer.revision if revision == "right" else revision
+    row = ("new", "active", START_MS, "", "", "{}", 0)
+    assert _upsert(service, timer.id, read, status, *row) == 0
+    assert service.state(timer.id) == before
+    assert service.store.definitions([timer.id]) == [timer.blob]
+
+
+def test_upsert_of_a_timer_that_was_deleted_writes_nothing(service: Service) -> None:
+    timer = service.define()
+    row = (timer.id, "revision", "active", "new", "active", START_MS, "", "", "{}", 0)
+    assert _upsert(service, *row) == 0
+    assert not service.exists(timer.id)
+
+
+def test_upsert_of_one_timer_in_conflict_writes_the_others(service: Service) -> None:
+    one, two = service.add("one"), service.define("two")
+    rows = [
+        (one.id, "", "", one.revision, "active", START_MS, "", "", one.blob, 0),
+        (two.id, "", "", two.revision, "active", START_MS, "", "", two.blob, 0),
+    ]
+    assert service.store._upsert(rows) == [0, START_MS]
+
+
+def test_upsert_keeps_the_due_time_that_is_stored_by_then(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.clock.advance(10)
+    service.commit("a", epoch, service.ran(service.due_one("a", epoch)))
+    row = ("new", "active", "keep", "", "", "{}", 0)
+    assert _upsert(service, timer.id, timer.revision, "active", *row)
+    assert service.state(timer.id).due_ms == START_MS + 20_000
+
+
+def test_upsert_keeps_the_back_off_of_a_refused_run(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.clock.advance(10)
+    service.commit("a", epoch, Settlement(service.due_one("a", epoch), "refused", delay_ms=700))
+    service.add(args=(1,))
+    state = service.state(timer.id)
+    assert (state.due_ms, state.at_ms) == (START_MS + 10_000, START_MS + 10_700)
+
+
+@pytest.mark.parametrize("field", ["last_run", "last_sent"])
+def test_upsert_never_sets_a_due_time_that_was_sent(service: Service, field: str) -> None:
+    timer = service.add()
+    service.set_field(timer.id, field, str(START_MS + 50_000))
+    row = ("new", "active", START_MS + 10, "", "", "{}", 0)
+    assert _upsert(service, timer.id, timer.revision, "active", *row)
+    assert service.state(timer.id).due_ms == START_MS + 50_001
+
+
+def test_upsert_of_a_new_creation_forgets_the_runs_before(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add(at_ms=START_MS)
+    service.commit("a", epoch, Settlement(service.due_one("a", epoch), "run", summary="{}"))
+    assert service.state(timer.id).is_finished
+    service.clock.advance(60)
+    again = service.add(at_ms=START_MS + 90_000)
+    state = service.state(timer.id)
+    assert (state.status, state.runs, state.last_run_ms) == ("active", 0, None)
+    assert (state.created_ms, state.due_ms) == (START_MS + 60_000, START_MS + 90_000)
+    assert state.revision == again.revision
+
+
+def test_upsert_keeps_the_owner_that_is_still_there(service: Service) -> None:
+    service.join("a")
+    timer = service.add()
+    service.join("b")
+    service.add(args=(1,))
+    assert service.state(timer.id).owner == "a"
+
+
+def test_upsert_of_a_timer_whose_owner_is_gone_places_it(service: Service) -> None:
+    service.join("a")
+    timer = service.add()
+    service.redis.zrem(service.keys("service_instances"), "a")
+    service.join("b")
+    service.add(args=(1,))
+    assert service.state(timer.id).owner == "b"
+    service.redis.delete(service.keys("instance_timers", "a"))
+
+
+@pytest.mark.parametrize("status", ["paused", "stopped", "broken"])
+def test_upsert_puts_a_timer_aside(service: Service, status: str) -> None:
+    service.join()
+    timer = service.add()
+    row = ("new", status, "", "", "a reason", "{}", 0)
+    assert _upsert(service, timer.id, timer.revision, "active", *row)
+    state = service.state(timer.id)
+    assert (state.status, state.reason, state.due_ms) == (status, "a reason", None)
+    assert service.store.scores("inactive_timers") == {timer.id: float("inf")}
+    assert service.store.pending_count() == 0
+
+
+def test_upsert_over_a_key_of_another_type_replaces_it(service: Service) -> None:
+    timer = service.define()
+    service.redis.lpush(service.keys("timer", timer.id), "nonsense")
+    service.add()
+    assert service.state(timer.id).status == "active"
+
+
+@pytest.mark.parametrize(
+    "field", ["created", "due", "at", "last_run", "last_sent", "runs", "skipped", "attempts"]
+)
+@pytest.mark.parametrize("source", ["", "app"])
+def test_upsert_over_a_field_edited_by_hand_stops_no_other_timer(
+    service: Service, field: str, source: str
+) -> None:
+    service.join()
+    definitions = [service.define(name) for name in ("before", "edited", "after")]
+    service.store.save(definitions)
+    service.set_field(definitions[1].id, field, "nonsense")
+    changed = [service.define(name, args=(1,)) for name in ("before", "edited", "after")]
+    service.store.save(changed, source=source)
+    states = [service.state(definition.id) for definition in changed]
+    assert [state.revision for state in states] == [each.revision for each in changed]
+
+
+def test_upsert_moves_a_static_timer_between_sources(service: Service) -> None:
+    timer = service.add(source="one")
+    assert service.store.static_timers("one") == {timer.id}
+    service.add(source="two.py")
+    assert service.store.static_timers("one") == set()
+    assert service.store.static_timers("two.py") == {timer.id}
+    assert service.state(timer.id).source == encode_name("two.py")
+    row = ("new", "active", "keep", "", "", "{}", 0)
+    assert _upsert(service, timer.id, timer.revision, "active", *row)
+    assert service.store.static_timers("two.py") == set()
+    assert service.state(timer.id).source == ""
+
+
+# ------------------------------------------------------------------ delete
+
+
+def test_delete_removes_all_that_is_stored(service: Service) -> None:
+    service.join()
+    timer = service.add(source="app")
+    trigger = service.trigger(timer)
+    other = service.add("other")
+    assert service.store.delete([timer.id, "no such timer"]) == [True, False]
+    assert not service.exists(timer.id)
+    assert not service.exists(trigger)
+    assert service.store.static_timers("app") == set()
+    assert service.store.owned_ids("a") == [other.id]
+
+
+@pytest.mark.parametrize("status", ["paused", "stopped"])
+def test_delete_removes_a_timer_that_is_aside(service: Service, status: str) -> None:
+    timer = service.add()
+    {"paused": service.store.pause, "stopped": service.store.stop}[status](timer.id)
+    assert service.store.delete([timer.id]) == [True]
+    assert not service.exists(timer.id)
+
+
+def test_delete_forgets_triggers_that_were_deleted_by_hand(service: Service) -> None:
+    timer = service.add()
+    trigger = service.trigger(timer)
+    service.redis.delete(service.keys("timer", trigger))
+    service.store.delete([timer.id])
+    assert service.redis.exists(service.keys("triggers", timer.id)) == 0
+    assert not service.exists(trigger)
+
+
+# ------------------------------------------------------------------ pause, stop, resume
+
+
+def test_pause_keeps_the_due_time_and_drops_the_owner(service: Service) -> None:
+    service.join()
+    timer = service.add()
+    assert service.store.pause(timer.id) == 1
+    state = service.state(timer.id)
+    assert (state.status, state.due_ms, state.owner) == ("paused", START_MS + 10_000, UNASSIGNED)
+    assert service.store.owned_ids("a") == []
+
+
+def test_pause_answers_what_it_found(service: Service) -> None:
+    timer = service.add()
+    assert [service.store.pause(timer.id) for _ in range(2)] == [1, 2]
+    service.store.stop(timer.id)
+    assert service.store.pause(timer.id) == -3
+    assert service.store.pause("no such timer") == 0
+
+
+def test_pause_of_a_broken_timer_is_refused(service: Service) -> None:
+    service.store.save_broken({"timer": ("{}", "a reason")}, source="app")
+    assert service.store.pause(service.define().id) == -3
+
+
+def test_stop_answers_what_it_found(service: Service) -> None:
+    timer = service.add()
+    assert [service.store.stop(timer.id) for _ in range(2)] == [1, 2]
+    assert service.store.stop("no such timer") == 0
+    state = service.state(timer.id)
+    assert (state.status, state.reason) == ("stopped", "")
+    assert service.store.definitions([timer.id]) == [timer.blob]
+
+
+def test_stop_of_a_paused_timer_stops_it(service: Service) -> None:
+    timer = service.add()
+    service.store.pause(timer.id)
+    assert service.store.stop(timer.id) == 1
+    assert service.state(timer.id).status == "stopped"
+
+
+def test_resume_makes_active_places_and_counts_what_passed(service: Service) -> None:
+    service.join()
+    timer = service.add()
+    service.store.pause(timer.id)
+    due_ms = START_MS + 50_000
+    assert service.store.resume(timer.id, timer.revision, "paused", due_ms, 4) == 1
+    state = service.state(timer.id)
+    assert (state.status, state.owner, state.skipped) == ("active", "a", 4)
+    assert state.due_ms == state.at_ms == due_ms
+    assert service.store.scores("inactive_timers") == {}
+
+
+@pytest.mark.parametrize(("revision", "status"), [("other", "paused"), ("right", "stopped")])
+def test_resume_of_a_timer_that_is_not_as_it_was_read_is_refused(
+    service: Service, revision: str, status: str
+) -> None:
+    timer = service.add()
+    service.store.pause(timer.id)
+    read = timer.revision if revision == "right" else revision
+    assert service.store.resume(timer.id, read, status, START_MS, 0) == -4
+    assert service.state(timer.id).status == "paused"
+
+
+def test_resume_of_an_active_timer_is_refused(service: Service) -> None:
+    timer = service.add()
+    assert service.store.resume(timer.id, timer.revision, "active", START_MS, 0) == -4
+
+
+def test_resume_of_no_timer_answers_so(service: Service) -> None:
+    assert service.store.resume("no such timer", "", "paused", START_MS, 0) == 0
+
+
+def test_resume_is_later_than_the_last_run(service: Service) -> None:
+    timer = service.add()
+    service.store.pause(timer.id)
+    service.set_field(timer.id, "last_run", str(START_MS + 50_000))
+    service.store.resume(timer.id, timer.revision, "paused", START_MS, 0)
+    assert service.state(timer.id).due_ms == START_MS + 50_001
+
+
+def test_resume_may_go_on_with_the_run_that_is_out(service: Service) -> None:
+    """Its owner advances it without sending, as after every refused commit."""
+    timer = service.add()
+    service.store.pause(timer.id)
+    service.set_field(timer.id, "last_sent", str(START_MS + 10_000))
+    service.store.resume(timer.id, timer.revision, "paused", START_MS + 10_000, 0)
+    assert service.state(timer.id).due_ms == START_MS + 10_000
+
+
+@pytest.mark.parametrize("field", ["last_run", "last_sent", "skipped"])
+def test_resume_over_a_field_edited_by_hand_resumes(service: Service, field: str) -> None:
+    timer = service.add()
+    service.store.pause(timer.id)
+    service.set_field(timer.id, field, "nonsense")
+    assert service.store.resume(timer.id, timer.revision, "paused", START_MS + 99, 3) == 1
+    assert service.state(timer.id).due_ms == START_MS + 99
+
+
+# ------------------------------------------------------------------ trigger
+
+
+def test_trigger_makes_a_hidden_one_shot_that_is_due(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.clock.advance(1)
+    id = service.trigger(timer)
+    due = service.due_one("a", epoch)
+    assert (due.id, due.parent, due.revision) == (id, timer.id, timer.revision)
+    assert due.due_ms == START_MS + 1000
+    assert [each.id for each in service.store.timers(service.store.timer_ids())] == [timer.id]
+
+
+def test_trigger_goes_with_its_commit_and_leaves_its_parent_alone(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    before = service.state(timer.id)
+    id = service.trigger(timer)
+    assert service.commit("a", epoch, Settlement(service.due_one("a", epoch), "run")) == [1]
+    assert not service.exists(id)
+    assert service.redis.exists(service.keys("triggers", timer.id)) == 0
+    assert service.state(timer.id) == before
+
+
+def test_trigger_answers_what_it_found(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    trigger = service.trigger(timer)
+    service.store.pause(timer.id)
+    service.trigger(timer)
+    service.store.stop(timer.id)
+    service.trigger(timer)
+    assert service.store.trigger("no such timer", new_trigger_id()) == 0
+    assert service.store.trigger(trigger, new_trigger_id()) == 0
+    once = service.add("once", at_ms=START_MS)
+    finished = next(due for due in service.due("a", epoch) if due.id == once.id)
+    service.commit("a", epoch, Settlement(finished, "run", summary="{}"))
+    assert service.store.trigger(once.id, new_trigger_id()) == -3
+    service.store.save_broken({"broken": ("{}", "a reason")}, source="app")
+    assert service.store.trigger(service.define("broken").id, new_trigger_id()) == -3
+
+
+def test_trigger_without_a_definition_has_nothing_to_send(service: Service) -> None:
+    timer = service.add()
+    service.redis.delete(service.keys("timer_definition", timer.id))
+    assert service.store.trigger(timer.id, new_trigger_id()) == -3
+
+
+def test_trigger_that_can_not_be_sent_goes_too(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    id = service.trigger(timer)
+    broken = Settlement(service.due_one("a", epoch), "broken", reason="a reason")
+    assert service.commit("a", epoch, broken) == [1]
+    assert not service.exists(id)
+
+
+# ------------------------------------------------------------------ due
+
+
+def test_due_answers_what_has_come_soonest_first_and_the_time_of_the_next(service: Service) -> None:
+    epoch = service.join()
+    timers = service.add_many(5)
+    service.clock.advance(10.002)
+    turn = service.store.due("a", epoch, 10)
+    assert turn.now_ms == START_MS + 10_002
+    assert turn.heartbeat_ms == START_MS
+    assert [timer.id for timer in turn.timers] == [timer.id for timer in timers[:3]]
+    assert turn.next_ms == START_MS + 10_003
+
+
+def test_due_answers_at_most_its_limit(service: Service) -> None:
+    epoch = service.join()
+    service.add_many(3)
+    service.clock.advance(20)
+    turn = service.store.due("a", epoch, 2)
+    assert len(turn.timers) == 2
+    assert turn.next_ms == START_MS + 10_002
+
+
+def test_due_of_nothing_has_no_next(service: Service) -> None:
+    turn = service.store.due("a", service.join(), 10)
+    assert (turn.timers, turn.next_ms) == ([], None)
+
+
+def test_due_is_never_early(service: Service) -> None:
+    epoch = service.join()
+    service.add()
+    service.clock.advance(9.999)
+    assert service.due("a", epoch) == []
+    service.clock.advance(0.001)
+    assert len(service.due("a", epoch)) == 1
+
+
+def test_due_tells_all_of_a_timer(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    for name, value in {"runs": "4", "last_sent": "5", "attempts": "6"}.items():
+        service.set_field(timer.id, name, value)
+    service.clock.advance(10)
+    due = service.due_one("a", epoch)
+    assert (due.status, due.revision, due.created) == ("active", timer.revision, str(START_MS))
+    assert (due.due_ms, due.runs, due.last_sent, due.attempts) == (START_MS + 10_000, 4, "5", 6)
+    assert due.parent == ""
+    assert due.is_readable
+    assert not due.is_sent
+
+
+@pytest.mark.parametrize("damage", ["gone", "of another type"])
+def test_due_of_a_timer_without_its_hash_says_so(service: Service, damage: str) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.redis.delete(service.keys("timer", timer.id))
+    if damage == "of another type":
+        service.redis.set(service.keys("timer", timer.id), "nonsense")
+    service.clock.advance(10)
+    due = service.due_one("a", epoch)
+    assert (due.id, due.status, due.is_readable) == (timer.id, "", False)
+    assert service.commit("a", epoch, Settlement(due, "missing")) == [1]
+    assert not service.exists(timer.id)
+    assert service.due("a", epoch) == []
+
+
+NO_NUMBERS = ["", " ", "nonsense", "-1", "1.5", "²", "1 2", "1\n2", "-"]
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        *(("due", text) for text in NO_NUMBERS),
+        *(("created", text) for text in NO_NUMBERS),
+        *(("revision", text) for text in ("", " ", "-", "1 2", "1\n2")),
+    ],
+)
+def test_due_of_a_field_edited_by_hand_is_set_aside(
+    service: Service, field: str, text: str
+) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.clock.advance(10)
+    service.set_field(timer.id, field, text)
+    due = service.due_one("a", epoch)
+    assert due.id == timer.id
+    assert not due.is_readable
+    unreadable = Settlement(due, "unreadable", reason="a reason")
+    assert service.commit("a", epoch, unreadable) == [1]
+    assert service.field(timer.id, "status") == "broken"
+    assert service.due("a", epoch) == []
+
+
+def test_due_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.due("a", OVER)
+
+
+# ------------------------------------------------------------------ commit
+
+
+@pytest.fixture
+def epoch(service: Service) -> int:
+    """The epoch of an instance that owns one timer, which is due."""
+    epoch = service.join("a")
+    service.add()
+    service.clock.advance(10)
+    return epoch
+
+
+@pytest.fixture
+def due(service: Service, epoch: int) -> DueTimer:
+    """That timer, as it was read."""
+    return service.due_one("a", epoch)
+
+
+def test_commit_of_a_run_advances_the_timer(service: Service, epoch: int, due: DueTimer) -> None:
+    run = Settlement(due, "run", next_due_ms=START_MS + 40_000, skipped=2)
+    assert service.commit("a", epoch, run) == [1]
+    state = service.state(due.id)
+    assert state.due_ms == state.at_ms == START_MS + 40_000
+    assert (state.last_run_ms, state.runs, state.skipped) == (START_MS + 10_000, 1, 2)
+    (instance,) = service.store.instances()
+    assert (instance.sent, instance.skipped, instance.refused) == (1, 2, 0)
+
+
+def test_commit_never_goes_back(service: Service, epoch: int, due: DueTimer) -> None:
+    service.commit("a", epoch, Settlement(due, "run", next_due_ms=START_MS))
+    assert service.state(due.id).due_ms == due.due_ms + 1
+
+
+@pytest.mark.parametrize("source", ["", "app"])
+def test_commit_of_the_last_run_keeps_a_one_shot_for_a_while(service: Service, source: str) -> None:
+    epoch = service.join()
+    timer = service.add(at_ms=START_MS, source=source, args=(1,))
+    due = service.due_one("a", epoch)
+    assert service.commit("a", epoch, Settlement(due, "run", summary=timer.summary)) == [1]
+    state = service.state(timer.id)
+    assert state.is_finished
+    assert (state.runs, state.last_run_ms, state.due_ms) == (1, START_MS, None)
+    assert service.store.definitions([timer.id]) == [timer.summary]
+    until = float("inf") if source else START_MS + KEEP_MS
+    assert service.store.scores("inactive_timers") == {timer.id: until}
+
+
+def test_commit_of_the_last_run_keeps_nothing_when_told_so(
+    make_service: type[Service],
+) -> None:
+    service = make_service(keep_finished=0)
+    epoch = service.join()
+    timer = service.add(at_ms=START_MS)
+    service.commit("a", epoch, Settlement(service.due_one("a", epoch), "run"))
+    assert not service.exists(timer.id)
+
+
+def test_commit_of_a_refused_run_postpones_it(service: Service, epoch: int, due: DueTimer) -> None:
+    assert service.commit("a", epoch, Settlement(due, "refused", delay_ms=250)) == [1]
+    state = service.state(due.id)
+    assert (state.due_ms, state.at_ms) == (due.due_ms, service.clock.now_ms + 250)
+    assert state.attempts == 1
+    assert service.due("a", epoch) == []
+    service.clock.advance(0.25)
+    again = service.due_one("a", epoch)
+    assert (again.due, again.attempts) == (due.due, 1)
+    assert service.commit("a", epoch, service.ran(again)) == [1]
+    assert service.state(due.id).attempts == 0
+    assert service.store.instances()[0].refused == 1
+
+
+def test_commit_of_a_broken_timer_sets_it_aside(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    reason = "its message can not be built:\n  100 %s - 'x' {é}"
+    assert service.commit("a", epoch, Settlement(due, "broken", reason=reason)) == [1]
+    state = service.state(due.id)
+    assert (state.status, state.reason, state.due_ms) == ("broken", reason, due.due_ms)
+    assert service.store.owned_ids("a") == []
+
+
+def test_commit_of_a_timer_that_lacks_code_hands_it_over(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    b = service.join("b")
+    assert service.commit("a", epoch, Settlement(due, "lacking", delay_ms=1000)) == [1]
+    state = service.state(due.id)
+    assert (state.owner, state.due_ms) == ("b", due.due_ms)
+    assert state.at_ms == service.clock.now_ms + 1000
+    service.clock.advance(1)
+    assert service.due_one("b", b).due == due.due
+
+
+def test_commit_of_a_timer_that_lacks_code_waits_when_nobody_else_lives(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    assert service.commit("a", epoch, Settlement(due, "lacking", delay_ms=1000)) == [1]
+    state = service.state(due.id)
+    assert (state.owner, state.at_ms) == ("a", service.clock.now_ms + 1000)
+
+
+def test_commit_of_a_timer_that_is_no_timer_any_more(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    assert service.commit("a", epoch, Settlement(due, "missing")) == [-2]
+    service.redis.delete(service.keys("timer", due.id))
+    members = service.members()
+    assert service.commit("a", epoch, Settlement(due, "missing")) == [1]
+    assert not service.exists(due.id)
+    assert service.store.owned_ids("a") == []
+    assert service.members() > members, "the instances look at their static schedules again"
+
+
+def test_commit_of_a_timer_that_is_in_the_queue_though_paused_takes_it_out(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    service.set_field(due.id, "status", "paused")
+    assert service.commit("a", epoch, Settlement(due, "missing")) == [1]
+    assert service.state(due.id).status == "paused"
+    assert service.due("a", epoch) == []
+
+
+REFUSALS = {
+    "moved": 0,
+    "edited": -2,
+    "rescheduled": -2,
+    "advanced": -2,
+    "created anew": -2,
+    "deleted": -3,
+    "paused": -4,
+    "stopped": -4,
+}
+
+
+def _change(service: Service, due: DueTimer, change: str) -> None:
+    if change == "moved":
+        service.let_pass(31, b=service.join("b"))
+        service.store.reap("b", service.store.instance_epoch("b") or 0)
+        service.join("a")
+    elif change == "edited":
+        service.add(args=(1,))
+    elif change == "rescheduled":
+        service.add(every=77)
+    elif change == "advanced":
+        epoch = service.store.instance_epoch("a") or 0
+        assert service.commit("a", epoch, service.ran(due)) == [1]
+    elif change in ("created anew", "deleted"):
+        service.store.delete([due.id])
+        if change == "created anew":
+            service.add()
+    else:
+        {"paused": service.store.pause, "stopped": service.store.stop}[change](due.id)
+
+
+@pytest.mark.parametrize(("change", "code"), REFUSALS.items())
+@pytest.mark.parametrize("done", ["run", "refused", "broken", "lacking"])
+def test_commit_of_a_timer_that_is_not_as_it_was_read_is_refused(
+    service: Service, due: DueTimer, change: str, code: int, done: str
+) -> None:
+    _change(service, due, change)
+    before = None if change == "deleted" else service.state(due.id)
+    epoch = service.store.instance_epoch("a") or 0
+    settlement = Settlement(due, done, next_due_ms=due.due_ms + 10_000, delay_ms=5, reason="r")
+    assert service.commit("a", epoch, settlement) == [code]
+    if before is None:
+        assert not service.exists(due.id)
+        return
+    after = service.state(due.id)
+    remembered = done == "run" and change != "created anew"
+    assert after.last_sent_ms == (due.due_ms if remembered else None)
+    assert (after.status, after.due_ms, after.at_ms) == (before.status, before.due_ms, before.at_ms)
+    assert (after.owner, after.runs, after.attempts) == (before.owner, before.runs, 0)
+
+
+def test_commit_that_is_fenced_remembers_what_was_sent(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    b = service.join("b")
+    service.let_pass(31, b=b)
+    service.store.reap("b", b)
+    with pytest.raises(FencedError):
+        service.commit("a", epoch, service.ran(due))
+    theirs = service.due_one("b", b)
+    assert theirs.is_sent
+    assert service.commit("b", b, service.ran(theirs)) == [1]
+    state = service.state(due.id)
+    assert (state.runs, state.last_sent_ms, state.due_ms) == (1, None, due.due_ms + 10_000)
+
+
+@pytest.mark.parametrize("done", ["refused", "broken", "lacking", "missing", "unreadable"])
+def test_commit_that_is_fenced_changes_nothing(
+    service: Service, epoch: int, due: DueTimer, done: str
+) -> None:
+    before = service.state(due.id)
+    service.join("a")
+    with pytest.raises(FencedError):
+        service.commit("a", epoch, Settlement(due, done, delay_ms=5, reason="r"))
+    assert service.state(due.id) == before
+
+
+def test_commit_remembers_the_latest_that_was_sent(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    service.set_field(due.id, "last_sent", str(due.due_ms + 5))
+    service.add(args=(1,))
+    assert service.commit("a", epoch, service.ran(due)) == [-2]
+    assert service.state(due.id).last_sent_ms == due.due_ms + 5
+
+
+@pytest.mark.parametrize("change", ["edited", "moved", "paused"])
+def test_commit_that_was_refused_doubles_nothing(
+    service: Service, due: DueTimer, change: str
+) -> None:
+    _change(service, due, change)
+    assert service.commit("a", service.store.instance_epoch("a") or 0, service.ran(due)) != [1]
+    state = service.state(due.id)
+    if change == "paused":
+        service.store.resume(due.id, state.revision, "paused", due.due_ms, 0)
+        state = service.state(due.id)
+    owner_epoch = service.store.instance_epoch(state.owner) or 0
+    assert service.due_one(state.owner, owner_epoch).is_sent
+
+
+def test_commit_with_the_number_of_the_last_one_answers_the_same_and_changes_nothing(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    service.add("changed")
+    service.clock.advance(10)
+    due, other = service.due("a", epoch)
+    service.add("changed", args=(1,))
+    settlements = [service.ran(due), service.ran(other)]
+    assert service.store.commit("a", epoch, 7, settlements) == [1, -2]
+    after = service.state(due.id)
+    assert service.store.commit("a", epoch, 7, settlements) == [1, -2]
+    assert service.state(due.id) == after
+    assert service.store.instances()[0].sent == 1
+    assert service.store.commit("a", epoch, 8, settlements) == [-2, -2]
+
+
+def test_commit_with_the_number_of_another_epoch_is_no_repetition(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    assert service.store.commit("a", epoch, 7, []) == []
+    assert service.store.commit("a", service.join("a"), 7, [service.ran(due)]) == [1]
+
+
+def test_commit_of_nothing_answers_nothing(service: Service, epoch: int) -> None:
+    assert service.commit("a", epoch) == []
+
+
+@pytest.mark.parametrize("field", ["runs", "skipped", "attempts", "last_sent", "last_run", "at"])
+@pytest.mark.parametrize("done", ["run", "refused", "lacking", "broken"])
+def test_commit_over_a_field_edited_by_hand_settles_all(
+    service: Service, epoch: int, field: str, done: str
+) -> None:
+    service.add("other")
+    service.clock.advance(10)
+    edited, other = service.due("a", epoch)
+    service.set_field(edited.id, field, "nonsense")
+    settlement = Settlement(edited, done, due_ms := edited.due_ms + 20_000, 3, delay_ms=900)
+    assert service.commit("a", epoch, settlement, service.ran(other)) == [1, 1]
+    assert service.state(other.id).runs == 1
+    if done == "run":
+        state = service.state(edited.id)
+        assert (state.runs, state.skipped, state.due_ms) == (1, 3, due_ms)
+
+
+def test_commit_of_a_fenced_run_over_a_field_edited_by_hand_is_fenced(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    service.set_field(due.id, "last_sent", "nonsense")
+    service.join("a")
+    with pytest.raises(FencedError):
+        service.commit("a", epoch, service.ran(due))
+    assert service.state(due.id).last_sent_ms == due.due_ms
+
+
+def test_commit_of_a_timer_that_another_owns_drops_it(service: Service, epoch: int) -> None:
+    service.join("b")
+    due = service.due_one("a", epoch)
+    service.redis.zadd(service.keys("instance_timers", "b"), {due.id: due.due_ms})
+    service.set_field(due.id, "owner", "b")
+    assert service.commit("a", epoch, service.ran(due)) == [0]
+    assert service.store.owned_ids("a") == []
+
+
+# ------------------------------------------------------------------ declare, undeclare
+
+
+def _declare(service: Service, instance: str, epoch: int, digest: str, *names: str) -> bool:
+    ids = [service.define(name).id for name in names]
+    return service.store.declare(instance, epoch, "app", digest, ids)
+
+
+def _undeclare(service: Service, instance: str, epoch: int, *names: str) -> list[str]:
+    ids = {service.define(name).id: name for name in names}
+    return [ids[id] for id in service.store.undeclare(instance, epoch, "app", list(ids))]
+
+
+def test_declare_that_is_the_first_counts(service: Service) -> None:
+    a = service.join("a")
+    assert _declare(service, "a", a, "one", "x")
+    assert _declare(service, "a", a, "one", "x")
+
+
+def test_declare_first_seen_last_wins(service: Service) -> None:
+    a, b = service.join("a"), service.join("b")
+    assert _declare(service, "a", a, "old", "x")
+    assert _declare(service, "b", b, "new", "x", "y")
+    assert not _declare(service, "a", a, "old", "x")
+
+
+def test_declare_of_an_older_known_declaration_does_not_win_back(service: Service) -> None:
+    a, b = service.join("a"), service.join("b")
+    _declare(service, "a", a, "old", "x")
+    _declare(service, "b", b, "new", "y")
+    service.clock.advance(5)
+    restarted = service.join("c")
+    assert not _declare(service, "c", restarted, "old", "x")
+    assert _declare(service, "b", b, "new", "y")
+
+
+@pytest.mark.parametrize("gone", ["left", "dead"])
+def test_declare_of_an_older_declaration_counts_once_the_newer_ones_are_gone(
+    service: Service, gone: str
+) -> None:
+    a, b = service.join("a"), service.join("b")
+    _declare(service, "a", a, "old", "x")
+    _declare(service, "b", b, "new", "y")
+    if gone == "left":
+        service.store.leave("b", b)
+    else:
+        service.let_pass(31, a=a)
+        service.store.reap("a", a)
+    assert _declare(service, "a", a, "old", "x")
+
+
+def test_declare_of_another_source_does_not_matter(service: Service) -> None:
+    a, b = service.join("a"), service.join("b")
+    _declare(service, "a", a, "old", "x")
+    service.store.declare("b", b, "another", "new", [])
+    assert _declare(service, "a", a, "old", "x")
+
+
+def test_declare_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        _declare(service, "a", OVER, "one", "x")
+
+
+def test_declare_that_is_new_is_a_change_of_membership(service: Service) -> None:
+    """Who declared before looks again: it may be the one to delete, or to write once this goes."""
+    a = service.join("a")
+    before = service.members()
+    _declare(service, "a", a, "one", "x")
+    assert service.members() == before + 1
+    _declare(service, "a", a, "one", "x")
+    assert service.members() == before + 1
+
+
+def test_declare_in_many_calls_is_whole(service: Service) -> None:
+    a = service.join("a")
+    ids = [f"id{i}" for i in range(2500)]
+    assert service.store.declare("a", a, "app", "one", ids)
+    assert service.redis.scard(service.keys("declaration", "one")) == 2500
+
+
+def test_declare_is_not_cut_by_another_that_goes_meanwhile(service: Service) -> None:
+    a, b, c = service.join("a"), service.join("b"), service.join("c")
+    service.add("x", source="app")
+    _declare(service, "a", a, "one", "x")
+    ids = [service.define("x").id]
+    assert service.store._call("declare", "b", b, "app", "one", 0, *ids) == 0
+    service.store.leave("a", a)
+    assert service.store._call("declare", "b", b, "app", "one", 1) == 1
+    _declare(service, "c", c, "two")
+    assert _undeclare(service, "c", c, "x") == []
+
+
+def test_declare_leaves_nothing_of_what_nobody_declares(service: Service) -> None:
+    a, b = service.join("a"), service.join("b")
+    _declare(service, "a", a, "one", "x")
+    _declare(service, "b", b, "one", "x")
+    service.store.leave("a", a)
+    assert service.redis.exists(service.keys("declaration", "one"))
+    service.store.leave("b", b)
+    assert not service.redis.exists(service.keys("declaration", "one"))
+
+
+def test_undeclare_deletes_what_no_live_instance_declares(service: Service) -> None:
+    a, b = service.join("a"), service.join("b")
+    for name in "xyz":
+        service.add(name, source="app")
+    _declare(service, "a", a, "old", "x", "y")
+    _declare(service, "b", b, "new", "x")
+    assert _undeclare(service, "b", b, "y", "z") == ["z"]
+    service.store.leave("a", a)
+    assert _undeclare(service, "b", b, "y") == ["y"]
+    assert service.store.static_timers("app") == {service.define("x").id}
+    assert not service.exists(service.define("y").id)
+
+
+def test_undeclare_spares_what_is_not_static_any_more(service: Service) -> None:
+    a = service.join("a")
+    timer = service.add("x", source="app")
+    _declare(service, "a", a, "one")
+    state = service.state(timer.id)
+    row = (timer.id, state.revision, "active", "new", "active", "keep", "", "", "{}", 0)
+    assert _upsert(service, *row)
+    assert _undeclare(service, "a", a, "x") == []
+    assert service.exists(timer.id)
+
+
+def test_undeclare_waits_until_everybody_has_declared(service: Service) -> None:
+    a = service.join("a")
+    service.add("x", source="app")
+    _declare(service, "a", a, "one")
+    b = service.join("b")
+    assert _undeclare(service, "a", a, "x") == []
+    _declare(service, "b", b, "one")
+    assert _undeclare(service, "b", b, "x") == ["x"]
+
+
+def test_undeclare_does_not_delete_for_another_source(service: Service) -> None:
+    """With no instance of the source alive, nobody asks; one of another source has no say."""
+    a = service.join("a")
+    timer = service.add("x", source="another")
+    service.store.declare("a", a, "app", "one", [])
+    assert service.store.undeclare("a", a, "app", [timer.id]) == []
+    assert service.exists(timer.id)
+
+
+def test_undeclare_takes_the_pending_triggers_along(service: Service) -> None:
+    a = service.join("a")
+    trigger = service.trigger(service.add("x", source="app"))
+    _declare(service, "a", a, "one")
+    assert _undeclare(service, "a", a, "x") == ["x"]
+    assert not service.exists(trigger)
+
+
+def test_undeclare_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        _undeclare(service, "a", OVER, "x")
+
+
+# ------------------------------------------------------------------ purge
+
+
+def test_purge_removes_finished_one_shots_in_their_time(service: Service) -> None:
+    epoch = service.join()
+    timers = [service.add(f"once{i}", at_ms=START_MS) for i in range(3)]
+    paused = service.add("paused")
+    service.store.pause(paused.id)
+    service.commit("a", epoch, *(Settlement(due, "run") for due in service.due("a", epoch)))
+    service.clock.now_ms = START_MS + KEEP_MS - 1
+    assert service.store.purge() == 0
+    service.clock.advance(0.001)
+    assert service.store.purge(limit=2) == 2
+    assert service.store.purge() == 1
+    assert not any(service.exists(timer.id) for timer in timers)
+    assert service.exists(paused.id)
+
+
+def test_purge_spares_what_was_armed_again(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add(at_ms=START_MS)
+    service.commit("a", epoch, Settlement(service.due_one("a", epoch), "run"))
+    service.add(at_ms=START_MS + 2 * KEEP_MS)
+    service.clock.now_ms = START_MS + KEEP_MS + 1
+    assert service.store.purge() == 0
+    assert service.state(timer.id).status == "active"
+
+
+# ------------------------------------------------------------------ scrub
+
+
+def _scrub(service: Service, epoch: int, limit: int = 2) -> dict[str, str]:
+    found: dict[str, str] = {}
+    position = 0
+    for _ in range(100):
+        position, repairs = service.store.scrub("a", epoch, position, limit)
+        found.update(repairs)
+        if position == 0:
+            return found
+    raise AssertionError("it never came to the end")
+
+
+def test_scrub_finds_nothing_where_all_is_well(service: Service) -> None:
+    epoch = service.join()
+    service.add_many(5)
+    assert _scrub(service, epoch) == {}
+    assert service.store.scrub("a", epoch, 3, 2) == (5, [])
+    assert service.store.scrub("a", epoch, 99, 2) == (0, [])
+
+
+@pytest.mark.parametrize("damage", ["gone", "of another type", "without status"])
+def test_scrub_removes_what_is_no_timer(service: Service, damage: str) -> None:
+    epoch = service.join()
+    timers = service.add_many(5)
+    for timer in timers[::2]:
+        name = service.keys("timer", timer.id)
+        if damage == "without status":
+            service.redis.hdel(name, "status")
+            continue
+        service.redis.delete(name)
+        if damage == "of another type":
+            service.redis.set(name, "nonsense")
+    before = service.members()
+    assert set(_scrub(service, epoch)) == {timer.id for timer in timers[::2]}
+    assert not any(service.exists(timer.id) for timer in timers[::2])
+    assert service.members() > before, "the instances look at their static schedules again"
+
+
+@pytest.mark.parametrize("status", ["paused", "stopped", "broken"])
+def test_scrub_takes_out_of_the_queue_what_is_not_active(service: Service, status: str) -> None:
+    service.is_damaged = True
+    epoch = service.join()
+    timer = service.add()
+    service.set_field(timer.id, "status", status)
+    assert list(_scrub(service, epoch)) == [timer.id]
+    assert service.store.pending_count() == 0
+    assert service.store.owned_ids("a") == []
+    assert service.state(timer.id).status == status
+
+
+@pytest.mark.parametrize("damage", ["owner unknown", "owner gone", "not at its owner", "later"])
+def test_scrub_finds_an_owner_for_what_nobody_knows(service: Service, damage: str) -> None:
+    epoch = service.join()
+    timer = service.add()
+    own = service.keys("instance_timers", "a")
+    if damage == "owner unknown":
+        service.redis.delete(own)
+        service.set_field(timer.id, "owner", "nobody")
+    elif damage == "owner gone":
+        service.redis.delete(own)
+        service.redis.hdel(service.keys("timer", timer.id), "owner")
+    elif damage == "not at its owner":
+        service.redis.delete(own)
+    else:
+        service.redis.zadd(own, {timer.id: START_MS + 99_000})
+    assert list(_scrub(service, epoch)) == [timer.id]
+    assert service.state(timer.id).owner == UNASSIGNED
+    assert service.store.reap("a", epoch).count == 1
+    assert service.store.owned_ids("a") == [timer.id]
+
+
+def test_scrub_makes_the_hash_agree_with_the_queue(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.set_field(timer.id, "at", str(START_MS + 99_000))
+    assert list(_scrub(service, epoch)) == [timer.id]
+    assert service.state(timer.id).at_ms == START_MS + 10_000
+    service.store.reap("a", epoch)
+
+
+def test_scrub_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.store.scrub("a", OVER, 0)

@@ -1,0 +1,520 @@
+"""Random histories of a service beside a plain model: crashes, zombies, lost replies, changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from celery_dtimer import consistency, policy
+from celery_dtimer.errors import FencedError
+from celery_dtimer.model import Definition, TimerState, new_trigger_id, schedule_part
+from celery_dtimer.store import BATCH, DueTimer, Settlement
+from tests.conftest import delete_prefix
+from tests.integration.conftest import SECOND, Service
+from tests.servers import RedisServer
+
+TRUST_MS = 27 * SECOND
+ALIVE_AT_MOST = 4
+
+NAMES = st.sampled_from("xxyz")
+OUTCOMES = st.sampled_from(["sent", "sent", "sent", "sent", "refused", "broken"])
+CHANGES = st.sampled_from(["pause", "stop", "edit", "reschedule", "delete", "create anew"])
+FAULTS = st.sampled_from(["registration", "death", "false death"])
+
+RunKey = tuple[str, str, str]  # timer or trigger, its creation, scheduled_at
+
+
+@dataclass
+class Process:
+    """What one beat process believes and holds."""
+
+    id: str
+    epoch: int | None = None
+    heartbeat_ms: int = 0
+    loop_epoch: int | None = None  #: of the registration under which it has read
+    read: list[DueTimer] = field(default_factory=list)
+    read_at_ms: int = 0
+    unsettled: list[Settlement] = field(default_factory=list)
+    sent: list[RunKey] = field(default_factory=list)
+    sequence: int = 0
+    is_alive: bool = True
+
+    def trusts(self, now_ms: int) -> bool:
+        """Say whether it believes that it may send."""
+        return self.is_alive and self.epoch is not None and now_ms < self.heartbeat_ms + TRUST_MS
+
+
+@dataclass
+class Publication:
+    """A message that reached the broker; ``is_recorded`` once its commit's script has run."""
+
+    process: Process
+    is_recorded: bool = False
+
+
+@dataclass
+class Account:
+    """From where the slots of an interval timer are counted: each must be a run or skipped."""
+
+    created_ms: int
+    revision: str
+    first_due_ms: int
+    counted: int
+
+
+class Histories(RuleBasedStateMachine):
+    """One service, up to four processes at a time, and users who change timers meanwhile."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__()
+        self.service, self.store, self.clock = service, service.store, service.clock
+        self.processes: list[Process] = []
+        self.started = 0
+        self.definitions: dict[str, Definition] = {}  # by revision
+        self.latest: dict[str, Definition] = {}  # by id: what is stored
+        self.captured: TimerState | None = None
+        self.published: defaultdict[RunKey, list[Publication]] = defaultdict(list)
+        self.slots: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+        self.accounts: dict[str, Account] = {}
+        self.last_runs: dict[tuple[str, int], int] = {}
+        self.triggers: dict[str, str] = {}  # trigger to parent
+        self.set_aside: set[str] = set()  # triggers that could not be sent
+
+    def teardown(self) -> None:
+        """Whatever has happened: one live instance brings everything back in order."""
+        self._start("last")
+        process = self.processes[-1]
+        assert process.epoch is not None
+        for _ in range(4):
+            self.service.let_pass(10, last=process.epoch)
+            while self.store.reap("last", process.epoch).more:
+                pass
+        process.heartbeat_ms = self.clock()
+        assert {state.owner for state in self._states() if state.status == "active"} <= {"last"}
+        while self._read(process):
+            self._publish(process, 1000, "sent")
+            self._commit(process)
+        now_ms = self.clock()
+        for state in self._states():
+            assert state.status != "active" or (state.due_ms or 0) > now_ms
+            assert not state.parent
+        assert all(self._was_sent(trigger) for trigger in self.triggers)
+        self.nothing_is_inconsistent()
+        self.no_run_is_lost()
+
+    def _was_sent(self, trigger: str) -> bool:
+        """Say whether a trigger was sent, or set aside for its own fault."""
+        return trigger in self.set_aside or any(key[0] == trigger for key in self.published)
+
+    # -- looks
+
+    def _states(self) -> list[TimerState]:
+        states = self.store.states(self.store.timer_ids())[1]
+        return [state for state in states if state is not None]
+
+    def _process(self, i: int) -> Process:
+        return self.processes[i % len(self.processes)]
+
+    # -- processes
+
+    def _start(self, id: str) -> None:
+        process = Process(id)
+        self.processes.append(process)
+        self._register(process)
+
+    def _register(self, process: Process) -> None:
+        process.epoch = self.service.join(process.id)
+        process.heartbeat_ms = self.clock()
+
+    @initialize()
+    def begin(self) -> None:
+        self.start()
+        self.save_interval("x", 1, ())
+
+    @precondition(lambda self: len(self.processes) < ALIVE_AT_MOST)
+    @rule()
+    def start(self) -> None:
+        self.started += 1
+        self._start(f"p{self.started}")
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3))
+    def heartbeat(self, i: int) -> None:
+        process = self._process(i)
+        if process.epoch is None:
+            self._register(process)
+            return
+        try:
+            self.store.heartbeat(process.id, process.epoch)
+        except FencedError:
+            self._register(process)
+        process.heartbeat_ms = self.clock()
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3))
+    def kill(self, i: int) -> None:
+        process = self._process(i)
+        process.is_alive = False
+        self.processes.remove(process)
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), limit=st.sampled_from([1, BATCH]))
+    def leave(self, i: int, limit: int) -> None:
+        process = self._process(i)
+        self._commit(process)
+        self.kill(self.processes.index(process))
+        if process.epoch is not None:
+            with contextlib.suppress(FencedError):
+                self.store.leave(process.id, process.epoch, limit)
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), limit=st.sampled_from([1, 2, BATCH]))
+    def reap(self, i: int, limit: int) -> None:
+        process = self._process(i)
+        self._as(process, lambda epoch: self.store.reap(process.id, epoch, limit))
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), limit=st.sampled_from([1, 2, BATCH]))
+    def rebalance(self, i: int, limit: int) -> None:
+        process = self._process(i)
+        before = self.service.loads()
+        moved = self._as(process, lambda epoch: self.store.rebalance(process.id, epoch, 0, limit))
+        after = self.service.loads()
+        if moved:
+            surplus = sum(max(0, load - after[id]) for id, load in before.items())
+            assert moved.count == surplus, "no timer moves twice, or in vain"
+
+    def _as(self, process: Process, call: Callable[[int], object]) -> object:
+        if process.epoch is None:
+            return None
+        try:
+            return call(process.epoch)
+        except FencedError:
+            process.epoch = None
+            return None
+
+    @rule(ms=st.sampled_from([1, 19, 500, 1000, 4000, 9000, 11_000, 27_000, 31_000]))
+    def time_passes(self, ms: int) -> None:
+        self.clock.now_ms += ms
+
+    @rule(seconds=st.integers(1, 35))
+    def time_passes_for_the_living(self, seconds: int) -> None:
+        """All but the first process are heard meanwhile: it becomes a zombie in time."""
+        for second in range(seconds):
+            self.clock.now_ms += SECOND
+            if second % 4 == 3 or second == seconds - 1:
+                for i in range(1, len(self.processes)):
+                    self.heartbeat(i)
+
+    @rule()
+    def scripts_are_flushed(self) -> None:
+        self.service.redis.script_flush()
+
+    # -- firing
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), limit=st.sampled_from([1, 3, 100]))
+    def read(self, i: int, limit: int) -> None:
+        self._read(self._process(i), limit)
+
+    def _read(self, process: Process, limit: int = 100) -> list[DueTimer]:
+        if process.unsettled or not process.trusts(self.clock()):
+            return []
+        turn = self._as(process, lambda epoch: self.store.due(process.id, epoch, limit))
+        process.read = [] if turn is None else turn.timers  # type: ignore[attr-defined]
+        process.read_at_ms, process.loop_epoch = self.clock(), process.epoch
+        return process.read
+
+    @precondition(lambda self: self.processes)
+    @rule(
+        i=st.integers(0, 3),
+        count=st.integers(1, 3),
+        outcome=OUTCOMES,
+    )
+    def publish(self, i: int, count: int, outcome: str) -> None:
+        process = self._process(i)
+        if process.trusts(self.clock()):
+            self._publish(process, count, outcome)
+
+    def _publish(self, process: Process, count: int, outcome: str) -> None:
+        batch, process.read = process.read[:count], process.read[count:]
+        for timer in batch:
+            assert timer.is_readable
+            if outcome == "sent" and not timer.is_sent:
+                self._send(process, timer)
+            if outcome == "sent" or timer.is_sent:
+                process.unsettled.append(self._ran(process, timer))
+            elif outcome == "refused":
+                delay_ms = round(policy.retry_delay(timer.attempts) * SECOND)
+                process.unsettled.append(Settlement(timer, "refused", delay_ms=delay_ms))
+            else:
+                process.unsettled.append(Settlement(timer, "broken", reason="a reason"))
+
+    def _send(self, process: Process, timer: DueTimer) -> None:
+        now_ms, key = self.clock(), (timer.id, timer.created, timer.due)
+        assert timer.due_ms <= now_ms, "sent early"
+        for before in self.published[key]:
+            assert not before.is_recorded, f"{key} was sent, and is sent again"
+            assert not before.process.trusts(now_ms), f"{key} is being sent by another"
+        self.published[key].append(Publication(process))
+        self.slots[timer.id, timer.created].add(timer.due_ms)
+        process.sent.append(key)
+
+    def _ran(self, process: Process, timer: DueTimer) -> Settlement:
+        if timer.parent:
+            return Settlement(timer, "run")
+        definition = self.definitions[timer.revision]
+        plan = policy.plan(definition, timer.due_ms, process.read_at_ms)
+        return Settlement(timer, "run", plan.next_due_ms, plan.skipped, definition.summary)
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), reply_is_lost=st.booleans())
+    def commit(self, i: int, reply_is_lost: bool) -> None:
+        self._commit(self._process(i), reply_is_lost=reply_is_lost)
+
+    def _commit(self, process: Process, *, reply_is_lost: bool = False) -> None:
+        if process.loop_epoch is None or not process.unsettled:
+            return
+        epoch, codes = process.loop_epoch, []
+        try:
+            codes = self.store.commit(process.id, epoch, process.sequence, process.unsettled)
+        except FencedError:
+            reply_is_lost = False
+            if process.epoch == epoch:
+                process.epoch = None
+        for settlement, code in zip(process.unsettled, codes, strict=False):
+            if settlement.timer.parent and settlement.done == "broken" and code == 1:
+                self.set_aside.add(settlement.timer.id)
+        for key in process.sent:
+            for publication in self.published[key]:
+                publication.is_recorded |= publication.process is process
+        if reply_is_lost:
+            process.loop_epoch = process.epoch  # it asks again, for the lease that it has by then
+        else:
+            process.sequence += 1
+            process.unsettled, process.sent = [], []
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), outcome=OUTCOMES)
+    def turn(self, i: int, outcome: str) -> None:
+        self._turn(i, outcome, "nothing", "x")
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), name=NAMES, change=CHANGES, resume=st.booleans())
+    def turn_while_a_user_acts(self, i: int, name: str, change: str, resume: bool) -> None:
+        self._turn(i, "sent", change, name)
+        if resume:
+            self.resume(name)
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), fault=FAULTS)
+    def turn_with_a_fault(self, i: int, fault: str) -> None:
+        self._turn(i, "sent", fault, "x")
+
+    def _turn(self, i: int, outcome: str, meanwhile: str, name: str) -> None:
+        """Do what a loop does, with something that happens between publish and commit."""
+        process = self._process(i)
+        self._commit(process)
+        self.clock.now_ms += SECOND
+        self.heartbeat(i)
+        self._read(process)
+        self._publish(process, 100, outcome)
+        self._happens(meanwhile, process, name)
+        self._commit(process)
+
+    def _happens(self, what: str, process: Process, name: str) -> None:
+        if what in ("pause", "stop"):
+            self.pause_or_stop(name, what == "stop")
+        elif what == "edit" and self.service.define(name).id in self.latest:
+            self._save(self.latest[self.service.define(name).id].evolve(args=(self.clock(),)))
+        elif what == "reschedule":
+            self.save_interval(name, 2.5, ())
+        elif what in ("delete", "create anew"):
+            self.delete(name)
+            if what == "create anew":
+                self.save_interval(name, 1, ())
+        elif what == "registration":
+            self._register(process)
+        elif what == "death" and len(self.processes) > 1:
+            self.kill(self.processes.index(process))
+            process.unsettled = []
+        elif what == "false death" and len(self.processes) > 1:
+            self.processes.remove(process)
+            self.processes.insert(0, process)
+            self.time_passes_for_the_living(31)
+            self.reap(1, BATCH)
+            self._read(self.processes[1])
+
+    # -- users
+
+    @rule(
+        name=NAMES,
+        every=st.sampled_from([0.1, 1, 7]),
+        args=st.sampled_from([(), (1,)]),
+    )
+    def save_interval(self, name: str, every: float, args: tuple[int, ...]) -> None:
+        self._save(self.service.define(name, every=every, args=args))
+
+    @rule(name=NAMES, seconds=st.sampled_from([-1, 0, 5, 40]), new=st.booleans())
+    def save_one_shot(self, name: str, seconds: int, new: bool) -> None:
+        at_ms = self.clock() + seconds * SECOND
+        before = self.latest.get(self.service.define(name).id)
+        if before is not None and not new:
+            self._save(before.evolve(args=(at_ms,)))
+        else:
+            self._save(self.service.define(name, at_ms=at_ms))
+
+    def _save(self, definition: Definition) -> None:
+        self.clock.now_ms += 1
+        self.definitions[definition.revision] = definition
+        self.store.save([definition])
+        self._has_changed(definition)
+
+    def _has_changed(self, definition: Definition) -> None:
+        self.latest[definition.id] = definition
+        state = self.service.state(definition.id)
+        account = self.accounts.get(definition.id)
+        if (
+            account is None
+            or account.created_ms != state.created_ms
+            or schedule_part(account.revision) != schedule_part(state.revision)
+        ):
+            counted = state.runs + state.skipped
+            self.accounts[definition.id] = Account(
+                state.created_ms, state.revision, state.due_ms or 0, counted
+            )
+
+    @precondition(lambda self: self.latest)
+    @rule(name=NAMES)
+    def capture(self, name: str) -> None:
+        self.captured = self.store.states([self.service.define(name).id])[1][0]
+
+    @precondition(lambda self: self.captured is not None)
+    @rule(every=st.sampled_from([0.1, 1, 7]))
+    def replace_what_was_captured(self, every: float) -> None:
+        """A user's update that was slow: it must not overwrite what came between."""
+        state, self.captured = self.captured, None
+        assert state is not None
+        before = self.latest.get(state.id)
+        if before is None or state.is_finished:
+            return
+        definition = self.service.define(before.name, every=every, args=(2,))
+        self.definitions[definition.revision] = definition
+        current = self.store.states([state.id])[1][0]
+        if self.store.replace(state, definition) and current is not None:
+            assert (current.revision, current.status) == (state.revision, state.status)
+            self._has_changed(definition)
+
+    @rule(name=NAMES)
+    def delete(self, name: str) -> None:
+        id = self.service.define(name).id
+        assert self.store.delete([id]) == [id in self.latest]
+        self.latest.pop(id, None)
+        self.accounts.pop(id, None)
+        self.triggers = {key: parent for key, parent in self.triggers.items() if parent != id}
+
+    @rule(name=NAMES, is_stop=st.booleans())
+    def pause_or_stop(self, name: str, is_stop: bool) -> None:
+        id = self.service.define(name).id
+        code = self.store.stop(id) if is_stop else self.store.pause(id)
+        assert (code == 0) == (id not in self.latest)
+
+    @rule(name=NAMES)
+    def resume(self, name: str) -> None:
+        id = self.service.define(name).id
+        state = self.store.states([id])[1][0]
+        if state is None or state.status == "active" or state.is_finished:
+            return
+        plan = policy.resume(self.definitions[state.revision], state, self.clock())
+        assert plan.next_due_ms is not None
+        code = self.store.resume(id, state.revision, state.status, plan.next_due_ms, plan.skipped)
+        assert code == 1
+
+    @rule(name=NAMES)
+    def trigger(self, name: str) -> None:
+        parent, trigger = self.service.define(name).id, new_trigger_id()
+        if self.store.trigger(parent, trigger) == 1:
+            self.triggers[trigger] = parent
+
+    @rule()
+    def purge(self) -> None:
+        assert self.store.purge() == 0, "nothing is kept long enough in these histories"
+
+    # -- what must always hold
+
+    @invariant()
+    def nothing_is_inconsistent(self) -> None:
+        assert consistency.check(self.store) == []
+
+    @invariant()
+    def no_run_is_lost(self) -> None:
+        states = {state.id: state for state in self._states() if not state.parent}
+        assert states.keys() == self.latest.keys()
+        for id, state in states.items():
+            sent = self.slots[id, str(state.created_ms)]
+            assert state.runs <= len(sent), "a run was counted that was not sent"
+            account, definition = self.accounts[id], self.definitions[state.revision]
+            if state.is_finished:
+                assert state.runs >= 1
+            elif "every" in definition.schedule.encode():
+                assert state.due_ms is not None
+                every_ms = definition.schedule.encode()["every"]
+                slots = (state.due_ms - account.first_due_ms) // every_ms
+                assert slots == state.runs + state.skipped - account.counted
+
+    @invariant()
+    def due_times_only_grow(self) -> None:
+        for state in self._states():
+            last = state.last_run_ms
+            if last is None:
+                continue
+            assert state.due_ms is None or state.due_ms > last
+            assert last >= self.last_runs.get((state.id, state.created_ms), 0)
+            self.last_runs[state.id, state.created_ms] = last
+
+
+@pytest.mark.timeout(300)
+def test_random_histories(redis_server: RedisServer, prefix: str) -> None:
+    machines: list[Service] = []
+
+    class OwnKeys(Histories):
+        """Histories whose keys are their own."""
+
+        def __init__(self) -> None:
+            own = f"{prefix}{len(machines)}:"
+            machines.append(Service(redis_server.client, redis_server.url, own))
+            super().__init__(machines[-1])
+
+        def teardown(self) -> None:
+            try:
+                super().teardown()
+            finally:
+                self.store.close()
+                delete_prefix(redis_server.client, self.service.settings.key_prefix)
+
+    run_state_machine_as_test(
+        OwnKeys,
+        settings=settings(
+            max_examples=int(os.environ.get("DTIMER_HISTORIES", "50")),
+            stateful_step_count=40,
+            deadline=None,
+            derandomize="CI" in os.environ,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

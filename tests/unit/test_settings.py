@@ -1,0 +1,202 @@
+"""Settings: where each value comes from, and which are refused by name."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import ImproperlyConfigured
+
+from celery_dtimer.errors import DistributedTimerError, SettingsError
+from celery_dtimer.settings import Settings, defaults
+
+URL = "redis://127.0.0.1:6379/0"
+
+
+def an_app(name: str | None = "orders", broker: Any = URL, **conf: Any) -> Celery:
+    app = Celery(name, set_as_current=False)
+    app.conf.update(broker_url=broker, **conf)
+    return app
+
+
+def settings_of(**conf: Any) -> Settings:
+    return Settings.from_app(an_app(**conf))
+
+
+def test_an_app_without_settings_gets_the_defaults() -> None:
+    settings = settings_of()
+    assert settings.service == "orders"
+    assert settings.redis_url == URL
+    assert settings.redis_options == {}
+    assert settings.key_prefix == ""
+    assert settings.heartbeat_interval == 5
+    assert settings.check_interval == 1
+    assert settings.failure_check_interval == 10
+    assert settings.instance_timeout == 30
+    assert settings.batch_size == 500
+    assert settings.dispatch == "auto"
+    assert settings.keep_finished == timedelta(days=7).total_seconds()
+    assert settings.call_timeout == 10
+
+
+def test_every_setting_is_read_from_the_app() -> None:
+    values: dict[str, Any] = {
+        "dtimer_redis_url": "rediss://example.com/1",
+        "dtimer_redis_options": {"client_name": "beat"},
+        "dtimer_service": "billing",
+        "dtimer_key_prefix": "p:",
+        "dtimer_heartbeat_interval": 2,
+        "dtimer_check_interval": 0.5,
+        "dtimer_failure_check_interval": 3,
+        "dtimer_instance_timeout": 9.5,
+        "dtimer_batch_size": 7,
+        "dtimer_dispatch": "confirmed",
+        "dtimer_keep_finished": 0,
+    }
+    assert values.keys() == defaults().keys()
+    settings = settings_of(**values)
+    for name, value in values.items():
+        assert getattr(settings, name.removeprefix("dtimer_")) == value
+
+
+def test_durations_may_be_timedeltas() -> None:
+    settings = settings_of(
+        dtimer_heartbeat_interval=timedelta(seconds=2),
+        dtimer_instance_timeout=timedelta(minutes=1),
+        dtimer_keep_finished=timedelta(hours=1),
+    )
+    assert (settings.heartbeat_interval, settings.instance_timeout) == (2.0, 60.0)
+    assert settings.keep_finished == 3600
+
+
+def test_a_settings_namespace_works_as_in_django() -> None:
+    class DjangoSettings:
+        CELERY_BROKER_URL = URL
+        CELERY_DTIMER_SERVICE = "shop"
+        CELERY_DTIMER_INSTANCE_TIMEOUT = 60
+
+    app = Celery("orders", set_as_current=False)
+    app.config_from_object(DjangoSettings, namespace="CELERY")
+    settings = Settings.from_app(app)
+    assert (settings.service, settings.instance_timeout) == ("shop", 60)
+
+
+@pytest.mark.parametrize(
+    ("broker", "expected"),
+    [
+        (["redis://a/1", "redis://b/1"], "redis://a/1"),
+        ("redis://a/1;redis://b/1", "redis://a/1"),
+        ("rediss://a/1", "rediss://a/1"),
+        ("redis+socket:///tmp/redis.sock", "redis+socket:///tmp/redis.sock"),
+    ],
+)
+def test_a_redis_broker_keeps_the_timers_too(broker: Any, expected: str) -> None:
+    assert settings_of(broker=broker).redis_url == expected
+
+
+def test_the_write_url_of_a_broker_comes_first() -> None:
+    assert settings_of(broker_write_url="redis://writer/0").redis_url == "redis://writer/0"
+
+
+def test_a_service_that_is_given_is_used_in_place_of_the_apps() -> None:
+    assert Settings.from_app(an_app(dtimer_service="a"), "b").service == "b"
+
+
+@pytest.mark.parametrize("name", [None, "__main__"])
+def test_an_app_without_a_main_name_must_name_its_service(name: str | None) -> None:
+    with pytest.raises(SettingsError, match="dtimer_service"):
+        Settings.from_app(an_app(name))
+    assert Settings.from_app(an_app(name, dtimer_service="named")).service == "named"
+
+
+NOT_SECONDS: list[Any] = [0, -1, "5", None, True, math.nan, math.inf, timedelta(0), timedelta(-1)]
+BAD: list[tuple[str, Any]] = [
+    *(("dtimer_heartbeat_interval", value) for value in NOT_SECONDS),
+    *(("dtimer_check_interval", value) for value in NOT_SECONDS),
+    *(("dtimer_failure_check_interval", value) for value in NOT_SECONDS),
+    *(("dtimer_instance_timeout", value) for value in NOT_SECONDS),
+    *(("dtimer_keep_finished", value) for value in [-1, "7", True, math.nan, math.inf]),
+    *(("dtimer_batch_size", value) for value in [0, -1, 10_001, 1.5, "500", True, None]),
+    *(("dtimer_dispatch", value) for value in ["atomic", "", None, 1, []]),
+    *(("dtimer_key_prefix", value) for value in ["{a}", "}", None, 1, b"p"]),
+    *(("dtimer_redis_options", value) for value in [None, "a=1", [1]]),
+    *(("dtimer_service", value) for value in [7, b"orders", ["a"]]),
+    ("dtimer_redis_url", "amqp://localhost//"),
+    ("dtimer_redis_url", "localhost:6379"),
+    ("dtimer_redis_url", 6379),
+    ("dtimer_redis_url", "redis://host:port/0"),
+    ("dtimer_redis_url", "redis://[bad/0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=lambda value: repr(value)[:30])
+def test_a_bad_value_is_refused_by_the_settings_name(name: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=name) as caught:
+        settings_of(**{name: value})
+    assert isinstance(caught.value, (DistributedTimerError, ImproperlyConfigured))
+
+
+@pytest.mark.parametrize(
+    ("conf", "names"),
+    [
+        (
+            {"dtimer_instance_timeout": 10, "dtimer_heartbeat_interval": 5},
+            ("dtimer_instance_timeout=10", "dtimer_heartbeat_interval=5"),
+        ),
+        (
+            {"dtimer_instance_timeout": 11, "dtimer_check_interval": 6},
+            ("dtimer_check_interval=6", "dtimer_instance_timeout=11"),
+        ),
+    ],
+)
+def test_values_that_cannot_work_together_are_refused_by_both_names(
+    conf: dict[str, Any], names: tuple[str, str]
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        settings_of(**conf)
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_a_broker_that_is_not_redis_needs_a_redis_url() -> None:
+    with pytest.raises(SettingsError, match=r"dtimer_redis_url is not set.*broker_url.*'amqp'"):
+        settings_of(broker="amqp://guest:guest@localhost//")
+    assert settings_of(broker="amqp://localhost//", dtimer_redis_url=URL).redis_url == URL
+
+
+SECRETS = ["alice", "pa55word", "queried"]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://alice:pa55word@host:7/2?password=queried", "redis://**@host:7/2"),
+        ("rediss://:pa55word@host", "rediss://**@host"),
+        ("redis://:pa55word%40%2F%23@host/0", "redis://**@host/0"),
+        ("redis://[::1]:6379/0?client_name=queried", "redis://[::1]:6379/0"),
+        ("redis+socket:///run/redis.sock?password=queried", "redis+socket:///run/redis.sock"),
+        ("unix://alice:pa55word@/run/redis.sock", "unix://**@/run/redis.sock"),
+        ("embedded:///data", "embedded:///data"),
+        ("embedded://", "embedded://"),
+    ],
+)
+def test_the_url_that_is_shown_has_no_secrets(url: str, shown: str) -> None:
+    settings = settings_of(dtimer_redis_url=url)
+    assert settings.masked_url == shown
+    assert not [secret for secret in SECRETS if secret in repr(settings)]
+
+
+@pytest.mark.parametrize("url", ["redis://:12#pa55word@host/0", "redis://:pa55word?x@host/0"])
+def test_a_password_that_is_not_encoded_is_refused_without_being_shown(url: str) -> None:
+    with pytest.raises(SettingsError, match="percent-encoded") as caught:
+        settings_of(dtimer_redis_url=url)
+    assert "pa55word" not in str(caught.value)
+
+
+def test_the_options_are_a_copy() -> None:
+    options = {"client_name": "a"}
+    settings = settings_of(dtimer_redis_options=options)
+    options["client_name"] = "b"
+    assert settings.redis_options == {"client_name": "a"}

@@ -1,0 +1,157 @@
+"""The task of a callback: what it receives, and what Celery checks of it."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import datetime, timezone
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery, Task
+
+from celery_dtimer.errors import InvalidTimerError
+from celery_dtimer.worker import CallbackTimer, callback_body, timer_of
+
+HEADER = {
+    "id": "x" * 26,
+    "name": "nightly",
+    "service": "orders",
+    "instance": "host:1:a",
+    "scheduled_at": "2026-03-01T12:30:00.250+00:00",
+    "run": 3,
+}
+TIMER = CallbackTimer(
+    "x" * 26,
+    "nightly",
+    "orders",
+    "host:1:a",
+    datetime(2026, 3, 1, 12, 30, 0, 250_000, tzinfo=timezone.utc),
+    3,
+)
+
+
+@pytest.fixture
+def app() -> Celery:
+    return Celery("shop", set_as_current=False)
+
+
+def task_of(app: Celery, function: Any) -> Task[..., Any]:
+    decorator: Any = app.task(bind=True, name=f"shop.{function.__name__}", shared=False)
+    task: Task[..., Any] = decorator(callback_body(function))
+    return task
+
+
+def run(task: Any, *args: Any, **options: Any) -> Any:
+    """Run a task in this process as a worker would, and return its result."""
+    return task.apply(args=args, **options).get()
+
+
+def test_a_timer_is_read_from_the_header() -> None:
+    assert CallbackTimer.from_header(HEADER) == TIMER
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [SimpleNamespace(dtimer=HEADER), SimpleNamespace(dtimer=None, headers={"dtimer": HEADER})],
+)
+def test_the_header_is_found_where_celery_puts_it(request_: Any) -> None:
+    assert timer_of(request_) == TIMER
+
+
+@pytest.mark.parametrize("headers", [None, {}, {"other": 1}])
+def test_another_message_has_no_timer(headers: Any) -> None:
+    assert timer_of(SimpleNamespace(headers=headers)) is None
+
+
+def test_a_callback_gets_its_timer_first_and_then_its_own_arguments(app: Celery) -> None:
+    def callback(timer: Any, first: int, *, second: int = 0) -> Any:
+        return timer, first, second
+
+    task = task_of(app, callback)
+    headers = {"dtimer": HEADER}
+    assert run(task, 1, kwargs={"second": 2}, headers=headers) == (TIMER, 1, 2)
+
+
+def test_sent_by_other_means_it_gets_none(app: Celery) -> None:
+    def callback(timer: Any, x: int) -> Any:
+        return timer, x
+
+    assert run(task_of(app, callback), 5) == (None, 5)
+
+
+def test_called_as_a_function_it_is_the_function(app: Celery) -> None:
+    def callback(timer: Any, x: int = 0) -> Any:
+        return timer, x
+
+    task = task_of(app, callback)
+    assert task("a timer of the test", x=1) == ("a timer of the test", 1)
+    with pytest.raises(TypeError):
+        task()
+
+
+def everything(timer: Any, /, a: int, b: int = 2, *rest: int, c: int = 3, **more: int) -> Any:
+    return timer, a, b, rest, c, more
+
+
+def any_number(*timer_and_more: Any) -> Any:
+    return timer_and_more
+
+
+def named_self(timer: Any, self: int) -> Any:
+    return self
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "result"),
+    [
+        (everything, (1,), {}, (None, 1, 2, (), 3, {})),
+        (everything, (1, 9, 8), {"c": 7, "d": 6}, (None, 1, 9, (8,), 7, {"d": 6})),
+        (any_number, (1, 2), {}, (None, 1, 2)),
+        (named_self, (4,), {}, 4),
+        (named_self, (), {"self": 4}, 4),
+    ],
+)
+def test_any_signature_works(
+    app: Celery, function: Any, args: Any, kwargs: Any, result: Any
+) -> None:
+    task = task_of(app, function)
+    assert run(task, *args, kwargs=kwargs) == result
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((1, 2), {}), ((1,), {"b": 2})])
+def test_celery_checks_the_arguments_without_the_timer(app: Celery, args: Any, kwargs: Any) -> None:
+    def callback(timer: Any, a: int) -> None: ...
+
+    with pytest.raises(TypeError, match="callback"):
+        task_of(app, callback).apply_async(args, kwargs)
+
+
+def test_the_task_keeps_the_functions_name_and_text() -> None:
+    body = callback_body(everything)
+    assert (body.__name__, body.__wrapped__) == ("everything", everything)  # type: ignore[attr-defined]
+    assert list(inspect.signature(body).parameters)[1:] == ["a", "b", "rest", "c", "more"]
+
+
+def no_arguments() -> None: ...
+
+
+def keywords_only(*, timer: Any) -> None: ...
+
+
+def only_more(**more: Any) -> None: ...
+
+
+@pytest.mark.parametrize("function", [no_arguments, keywords_only, only_more])
+def test_a_function_without_room_for_its_timer_is_refused(function: Any) -> None:
+    with pytest.raises(InvalidTimerError, match="first argument is its timer"):
+        callback_body(function)
+
+
+def test_an_error_in_the_callback_is_the_tasks(app: Celery) -> None:
+    def callback(timer: Any) -> None:
+        raise LookupError("the callback's own")
+
+    result = task_of(app, callback).apply()
+    assert result.state == "FAILURE"
+    assert isinstance(result.result, LookupError)
