@@ -116,12 +116,15 @@ class Publisher:
         connection.connect_timeout = min(connection.connect_timeout or self._timeout, self._timeout)
         capture(transport)
         try:
-            connection.connect()
+            # Each host once: connect() itself would try again two seconds later.
+            hosts = len(connection.alt or ()) or 1
+            connection.ensure_connection(max_retries=hosts - 1, interval_start=0)
             producer = self._app.amqp.Producer(connection, auto_declare=False)
             producer.channel  # noqa: B018 - opens it now, so that an unreachable broker shows here
         except self._failures as exc:
             return self._down(exc)
         self._producer = producer
+        self._on_progress()
         return None
 
     def _down(self, exc: BaseException) -> BrokerDownError:

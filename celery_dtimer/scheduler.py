@@ -143,7 +143,7 @@ class Runtime:
         self._store = Store(settings)
         self._listening_store = Store(settings)
         self._publisher = Publisher(
-            app, timeout=settings.call_timeout, on_progress=self._membership.report_progress
+            app, timeout=settings.broker_timeout, on_progress=self._membership.report_progress
         )
         dispatcher = Dispatcher(
             self._store,
@@ -323,7 +323,10 @@ class DistributedScheduler(Scheduler):
             return
         self._closed = True
         if self._runtime is not None:
-            self._runtime.stop()
+            # In a thread that the process waits for: a second signal does not cut it short.
+            leaving = threading.Thread(target=self._runtime.stop, name="dtimer-leave")
+            leaving.start()
+            leaving.join()
         super().close()
 
     @property

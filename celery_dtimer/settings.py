@@ -102,8 +102,13 @@ class Settings:
 
     @property
     def call_timeout(self) -> float:
-        """The seconds that one call to Redis or to the broker may take."""
+        """The seconds that one call to Redis may take, and the loop without progress."""
         return self.instance_timeout / 3
+
+    @property
+    def broker_timeout(self) -> float:
+        """The seconds that one call to the broker may take: to connect takes two of them."""
+        return self.instance_timeout / 8
 
     @property
     def masked_url(self) -> str:

@@ -140,6 +140,14 @@ class Deployment:
             for pid, instance in self.registered().items()
         }
 
+    def epochs(self) -> dict[int, str | None]:
+        """Return each process's registration: another number means that it lost the one before."""
+        hashes = self.key("instance")
+        return {
+            pid: self.store.client.hget(f"{hashes}:{instance}", "epoch")
+            for pid, instance in self.registered().items()
+        }
+
     def owned_by(self, beat: Process) -> int:
         """Return how many timers one beat owns, 0 when it is not registered."""
         return self.owned().get(beat.pid, 0)
