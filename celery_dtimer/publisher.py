@@ -72,6 +72,7 @@ class Publisher:
         self._connection: Any = None
         self._producer: Any = None
         self._calls: OrderedDict[int, _Call] = OrderedDict()
+        self._declared: set[tuple[Any, ...]] = set()  # whose queues this connection has declared
         self._failures: tuple[type[BaseException], ...] = (OperationalError, OSError)
 
     def __call__(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
@@ -96,7 +97,7 @@ class Publisher:
     def close(self) -> None:
         """Drop the connection; the next run opens a new one."""
         connection, self._connection, self._producer = self._connection, None, None
-        self._calls.clear()  # queues are declared anew on another connection
+        self._declared.clear()
         if connection is not None:
             with contextlib.suppress(Exception):  # whatever state it is in, it is given up
                 connection.release()
@@ -221,10 +222,11 @@ class Publisher:
         if call.is_lazy:
             args = tuple(_evaluated(value) for value in args)
             kwargs = {key: _evaluated(value) for key, value in kwargs.items()}
-        if call.is_declared:
+        if call.destination in self._declared:
             options["declare"] = []
         call.send(args, kwargs, producer=self._producer, **options)
-        call.is_declared = call.may_skip_declaration
+        if call.destination is not None:
+            self._declared.add(call.destination)
 
     def _call_of(self, definition: Definition) -> _Call:
         """Return what is the same for every run of a definition; kept for those that run often."""
@@ -259,10 +261,15 @@ class _Call:
         self.send: Callable[..., Any] = (
             partial(app.send_task, definition.task) if task is None else task.apply_async
         )
-        # Routes that are functions may choose another queue each time.
-        fixed = all(isinstance(route, MapRoute) for route in app.amqp.routes)
-        self.may_skip_declaration = fixed and "declare" not in options
-        self.is_declared = False
+        self.destination = _destination(app, definition.task, options)
+
+
+def _destination(app: Celery, task: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return what decides to which queue a message goes, None when that may change each time."""
+    if "declare" in options or not all(isinstance(route, MapRoute) for route in app.amqp.routes):
+        return None
+    destination = (task, *(options.get(name) for name in ("queue", "exchange", "routing_key")))
+    return destination if all(isinstance(part, str | None) for part in destination) else None
 
 
 def _failures_of(transport: Any) -> tuple[type[BaseException], ...]:

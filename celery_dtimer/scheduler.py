@@ -20,7 +20,7 @@ from celery.beat import Scheduler
 from celery_dtimer import policy
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass
-from celery_dtimer.errors import DistributedTimerError, FencedError
+from celery_dtimer.errors import DistributedTimerError, FencedError, StoreUnavailableError
 from celery_dtimer.membership import Identity, Membership, MembershipThread, leave, local_host
 from celery_dtimer.model import Lease, new_instance_id, process_instance_id
 from celery_dtimer.publisher import Publisher
@@ -31,6 +31,7 @@ from celery_dtimer.version import __version__
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT = 1.0  # seconds that a turn of the loop, or a tick, waits at most
+_RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stored is tried again
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
 
 
@@ -54,6 +55,7 @@ class Loop:
         self._reconciled: tuple[int, int] | None = None
         self._clock = clock
         self._not_before = 0.0
+        self._reconcile_after = 0.0
         self._broker_failures = 0
         self._store_failures = 0
 
@@ -83,9 +85,18 @@ class Loop:
         self._dispatcher.settle(lease)
 
     def _reconcile(self, lease: Lease) -> None:
+        """Bring the static schedule up to date; when that alone fails, dispatch goes on."""
         seen = (lease.epoch, lease.members)
-        if seen != self._reconciled:
+        if seen == self._reconciled or self._clock() < self._reconcile_after:
+            return
+        try:
             self._static.reconcile(lease)
+        except (FencedError, StoreUnavailableError):
+            raise
+        except DistributedTimerError as exc:
+            logger.error("The static schedule could not be stored, trying again: %s", exc)
+            self._reconcile_after = self._clock() + _RECONCILE_AGAIN
+        else:
             self._reconciled = seen
 
     def _after(self, done: Pass) -> float:
@@ -166,7 +177,13 @@ class Runtime:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads.
+
+        Raises:
+            SettingsError: redis-py does not take the options that are set.
+        """
+        if not self.settings.redis_url.startswith("embedded:"):  # that one has a server to start
+            self._store.client  # noqa: B018 - made now, so that a wrong option shows at once
         self._membership_thread.start()
         for thread in self._threads:
             thread.start()

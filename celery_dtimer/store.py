@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
+import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -57,9 +60,10 @@ from celery_dtimer.model import (
 from celery_dtimer.settings import Settings
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
-BATCH = 200
+BATCH = 100
 _BATCH_BYTES = MAX_DEFINITION_BYTES
-_CONFLICTS = 20  # times that an upsert is computed anew when others write the same timer
+_CONFLICTS = 50  # times that a write is computed anew when others write the same timer
+_LONGEST_PAUSE = 0.05  # seconds between two of them
 
 _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
@@ -70,6 +74,9 @@ _FENCED, _BUSY = -1, -2
 _LAST_MS = 253_402_300_799_999  # the last moment that can be shown, in the year 9999
 
 # What a server answers that will serve later, or that is no longer the right one.
+_PASSING_IN_SCRIPT = re.compile(  # Redis before 7 wraps what a script ran into
+    r"(^|-)(BUSY|READONLY|OOM|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
+)
 _PASSING = (
     BusyLoadingError,
     ClusterDownError,
@@ -272,25 +279,36 @@ class Store:
         self.keys = Keys(settings.service, settings.key_prefix)
         self._timeout = timeout or settings.call_timeout
         self._clock = clock
+        self._client: Any = None
+        self._lock = threading.Lock()
         self._declared_keys = [self.keys("meta"), self.keys("never")]
 
     # -- connection
 
     @property
     def client(self) -> Any:  # redis-py types its answers for its sync and async clients at once
-        """The Redis client, connected on first use."""
-        client = self.__dict__.get("_client")
-        if client is None:
-            client = self.__dict__["_client"] = connect(self.settings, self._timeout)
-        return client
+        """The Redis client, connected on first use; whoever uses its parts holds on to it."""
+        with self._lock:
+            if self._client is None:
+                self._client = connect(self.settings, self._timeout)
+            return self._client
 
     def close(self) -> None:
-        """Drop the connection; the next use opens a new one."""
-        client = self.__dict__.pop("_client", None)
+        """Drop all connections; the next use opens a new one."""
+        with self._lock:
+            client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(RedisError, OSError):
-                client.close()
                 client.connection_pool.disconnect()
+
+    def _reconnect(self) -> None:
+        """Let the next call look the server up anew; other threads finish what they do."""
+        if self.settings.redis_url.startswith("embedded:"):
+            with self._lock:
+                self._client = None  # its server may have to be started
+        elif self._client is not None:
+            with contextlib.suppress(RedisError, OSError):
+                self._client.connection_pool.disconnect(inuse_connections=False)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         now = "" if self._clock is None else str(self._clock())
@@ -309,7 +327,7 @@ class Store:
         try:
             yield
         except (RedisConnectionError, RedisTimeoutError, OSError) as exc:
-            self.close()
+            self._reconnect()
             raise StoreUnavailableError(
                 f"Redis at {self.settings.masked_url} does not answer: {exc}"
             ) from exc
@@ -317,8 +335,8 @@ class Store:
             self._raise(exc)
 
     def _raise(self, exc: RedisError) -> NoReturn:
-        if isinstance(exc, _PASSING) or str(exc).startswith("BUSY "):
-            self.close()  # the name may lead to another server by now
+        if isinstance(exc, _PASSING) or _PASSING_IN_SCRIPT.search(str(exc)):
+            self._reconnect()  # the name may lead to another server by now
             raise StoreUnavailableError(
                 f"Redis at {self.settings.masked_url} can not serve now: {exc}"
             ) from exc
@@ -396,7 +414,8 @@ class Store:
         """Return the registered instances, oldest first."""
         with self._errors():
             scored = self.client.zrange(self.keys("service_instances"), 0, -1, withscores=True)
-            pipe = self.client.pipeline(transaction=False)
+            client = self.client
+            pipe = client.pipeline(transaction=False)
             for instance, _ in scored:
                 pipe.hgetall(self.keys("instance", instance))
                 pipe.zcard(self.keys("instance_timers", instance))
@@ -441,7 +460,8 @@ class Store:
 
     def _blobs(self, ids: Sequence[str]) -> list[str | None]:
         with self._errors():
-            pipe = self.client.pipeline(transaction=False)
+            client = self.client
+            pipe = client.pipeline(transaction=False)
             for id in ids:
                 pipe.get(self.keys("timer_definition", id))
             return [
@@ -497,7 +517,7 @@ class Store:
         self, batch: Sequence[Definition], source: str, last_runs_ms: Mapping[str, int]
     ) -> int:
         changed, waiting = 0, list(batch)
-        for _ in range(_CONFLICTS):
+        for _ in attempts(batch[0].name):
             now_ms, states = self.states([definition.id for definition in waiting])
             armed = []
             for definition, state in zip(waiting, states, strict=True):
@@ -517,10 +537,8 @@ class Store:
                 definition for (definition, *_), code in zip(armed, codes, strict=True) if not code
             ]
             if not waiting:
-                return changed
-        raise ConflictError(
-            f"timer {shown(waiting[0].name)} was changed by others {_CONFLICTS} times meanwhile"
-        )
+                break
+        return changed
 
     def save_broken(self, entries: Mapping[str, tuple[str, str]], *, source: str) -> None:
         """List entries that could not be read: name to what is known of it and the reason."""
@@ -558,7 +576,8 @@ class Store:
         rows: list[object] = []
         for batch in _chunks(ids, 1000):
             with self._errors():
-                pipe = self.client.pipeline(transaction=False)
+                client = self.client
+                pipe = client.pipeline(transaction=False)
                 for id in batch:
                     pipe.hgetall(self.keys("timer", id))
                 rows += _readable(pipe.execute(raise_on_error=False))
@@ -638,7 +657,8 @@ class Store:
         It is called once at the start too, since what came before the subscription was not heard.
         """
         with self._errors():
-            pubsub = self.client.pubsub(ignore_subscribe_messages=True)
+            client = self.client
+            pubsub = client.pubsub(ignore_subscribe_messages=True)
             try:
                 pubsub.subscribe(self.keys("wake", instance))
                 on_wake_up()
@@ -647,6 +667,19 @@ class Store:
                         on_wake_up()
             finally:
                 pubsub.close()
+
+
+def attempts(timer: str) -> Iterator[None]:
+    """Yield once for each try to write a timer, with pauses that let one of the writers through.
+
+    Raises:
+        ConflictError: others changed it each time.
+    """
+    for attempt in range(_CONFLICTS):
+        yield
+        longest = min(_LONGEST_PAUSE, 0.001 * 2 ** min(attempt, 16))
+        time.sleep(random.uniform(0, longest))  # noqa: S311 - spreads writers, keeps no secret
+    raise ConflictError(f"timer {shown(timer)} was changed by others {_CONFLICTS} times meanwhile")
 
 
 def connect(settings: Settings, timeout: float) -> redis.Redis:

@@ -16,7 +16,6 @@ from celery.schedules import BaseSchedule
 from celery_dtimer import consistency, policy, schedules
 from celery_dtimer.declarations import declare
 from celery_dtimer.errors import (
-    ConflictError,
     DistributedTimerError,
     InvalidTimerError,
     TimerNotFoundError,
@@ -39,7 +38,7 @@ from celery_dtimer.model import (
 )
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.settings import Settings
-from celery_dtimer.store import Store
+from celery_dtimer.store import Store, attempts
 from celery_dtimer.worker import callback_body
 
 #: What a schedule may be given as.
@@ -49,7 +48,6 @@ CallbackLike: TypeAlias = "Task[..., Any] | Signature[Any] | str"  # Celery 5.5'
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_CONFLICTS = 20
 _STATUSES = ("active", "paused", "stopped", "broken")
 
 
@@ -152,6 +150,8 @@ class DistributedTimer:
         task: Task[..., Any] = decorator(callback_body(function))
         self._register(short_name, task)  # unread: a task is made when Celery's app is complete
         if schedule is not None:
+            zone = timer_fields.get("timezone")
+            schedules.parse(schedule, timezone=zone, default_timezone="UTC")  # bad ones show here
             entry: dict[str, Any] = {"task": options["name"], "schedule": schedule, **timer_fields}
             declare(self.app, short_name, entry)
         return task
@@ -441,9 +441,8 @@ class DistributedTimer:
         Args:
             timer: its id or name.
             **changes: schedule, callback, args, kwargs, timezone, description, and message options,
-            as `create_timer` takes
-                them; an option given as None is removed, and a signature as callback brings its
-                arguments with it.
+                as `create_timer` takes them; an option given as None is removed, and a signature
+                as callback brings its arguments with it.
 
         Raises:
             TimerNotFoundError: there is none.
@@ -453,14 +452,12 @@ class DistributedTimer:
         """
         if "name" in changes:
             raise invalid("name", changes["name"], "nothing: a name identifies its timer and stays")
-        for _ in range(_CONFLICTS):
+        for _ in attempts(timer):
             state = self._resolve(timer)
             changed = self._changed(self._definition_of(timer, state), changes)
             if self.store.replace(state, changed):
-                return self._timer_of(timer, state.id)
-        raise ConflictError(
-            f"timer {shown(timer)} was changed by others {_CONFLICTS} times meanwhile"
-        )
+                break
+        return self._timer_of(timer, state.id)
 
     def _changed(self, definition: Definition, changes: dict[str, Any]) -> Definition:
         callback = changes.get("callback", definition.task)
@@ -522,7 +519,7 @@ class DistributedTimer:
             InvalidTimerError: it has nothing left to run.
             ConflictError: others kept changing it.
         """
-        for _ in range(_CONFLICTS):
+        for _ in attempts(timer):
             state = self._resolve(timer)
             if state.status == "active":
                 return
@@ -537,9 +534,6 @@ class DistributedTimer:
             )
             if code == 1:
                 return
-        raise ConflictError(
-            f"timer {shown(timer)} was changed by others {_CONFLICTS} times meanwhile"
-        )
 
     def trigger_timer(self, timer: str) -> None:
         """Run a timer now, also a paused one, without moving its schedule or its count.

@@ -13,13 +13,13 @@ local choose = placement(candidates())
 local function write(timer, row, i)
   local id, revision, status, due = ARGV[i], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5]
   local source, reason, definition, anew = ARGV[i + 6], ARGV[i + 7], ARGV[i + 8], ARGV[i + 9] == '1'
-  local created = number(row.created, NOW)
+  local created = whole(number(row.created, NOW))
   if not row.revision then
     redis.call('DEL', timer)
-    created = NOW
+    created = whole(NOW)
   elseif anew then
     redis.call('HDEL', timer, 'last_run', 'last_sent', 'runs', 'skipped')
-    row.last_run, row.last_sent, created = false, false, NOW
+    row.last_run, row.last_sent, created = false, false, whole(NOW)
   end
   local at
   if due == 'keep' then
@@ -28,30 +28,43 @@ local function write(timer, row, i)
     due = whole(math.max(tonumber(due), number(row.last_run, -1) + 1, number(row.last_sent, -1) + 1))
     at = due
   end
-  redis.call('HSET', timer, 'status', status, 'revision', revision, 'created', whole(created))
-  redis.call('HDEL', timer, 'reason')
+  local values = {'status', status, 'revision', revision, 'created', created}
+  local function set(field, value)
+    values[#values + 1] = field
+    values[#values + 1] = value
+  end
   if due and due ~= '' then
-    redis.call('HSET', timer, 'due', due, 'at', at)
-  else
+    set('due', due)
+    set('at', at)
+  elseif row.revision then
     redis.call('HDEL', timer, 'due', 'at')
   end
-  redis.call('SET', key('timer_definition', id), definition)
-  if row.source and row.source ~= source then
-    redis.call('HDEL', timer, 'source')
-    redis.call('SREM', key('static_timers', row.source), id)
-  end
   if source ~= '' then
-    redis.call('HSET', timer, 'source', source)
+    set('source', source)
     redis.call('SADD', key('static_timers', source), id)
   end
-  if status == 'active' then
-    redis.call('ZREM', INACTIVE, id)
-    redis.call('ZADD', QUEUE, at, id)
-    assign(id, at, still_there(row.owner) or choose())
-  else
-    set_aside(id, row.owner, status, reason)
+  if row.source and row.source ~= source then
+    redis.call('SREM', key('static_timers', row.source), id)
+    if source == '' then
+      redis.call('HDEL', timer, 'source')
+    end
   end
-  return created
+  local owner = status == 'active' and (still_there(row.owner) or choose())
+  if owner then
+    set('owner', owner)
+    redis.call('ZADD', QUEUE, at, id)
+    redis.call('ZADD', key('instance_timers', owner), at, id)
+    wake(owner)
+  end
+  redis.call('HSET', timer, unpack(values))
+  redis.call('SET', key('timer_definition', id), definition)
+  if not owner then
+    set_aside(id, row.owner, status, reason)
+  elseif row.revision then
+    redis.call('HDEL', timer, 'reason')
+    redis.call('ZREM', INACTIVE, id)
+  end
+  return tonumber(created)
 end
 
 local answer = {}

@@ -33,7 +33,9 @@ ALIVE_AT_MOST = 4
 
 NAMES = st.sampled_from("xxyz")
 OUTCOMES = st.sampled_from(["sent", "sent", "sent", "sent", "refused", "broken"])
-CHANGES = st.sampled_from(["pause", "stop", "edit", "reschedule", "delete", "create anew"])
+CHANGES = st.sampled_from(
+    ["pause", "stop", "pause and resume", "edit", "reschedule", "delete", "create anew"]
+)
 FAULTS = st.sampled_from(["registration", "death", "false death"])
 
 RunKey = tuple[str, str, str]  # timer or trigger, its creation, scheduled_at
@@ -49,6 +51,7 @@ class Process:
     loop_epoch: int | None = None  #: of the registration under which it has read
     read: list[DueTimer] = field(default_factory=list)
     read_at_ms: int = 0
+    read_after: int = 0  #: commits, of whomever
     unsettled: list[Settlement] = field(default_factory=list)
     sent: list[RunKey] = field(default_factory=list)
     sequence: int = 0
@@ -61,10 +64,10 @@ class Process:
 
 @dataclass
 class Publication:
-    """A message that reached the broker; ``is_recorded`` once its commit's script has run."""
+    """A message that reached the broker, and which commit's script has recorded that."""
 
     process: Process
-    is_recorded: bool = False
+    recorded_by: int | None = None
 
 
 @dataclass
@@ -84,7 +87,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.service, self.store, self.clock = service, service.store, service.clock
         self.processes: list[Process] = []
-        self.started = 0
+        self.started = self.commits = 0
         self.definitions: dict[str, Definition] = {}  # by revision
         self.latest: dict[str, Definition] = {}  # by id: what is stored
         self.captured: TimerState | None = None
@@ -238,6 +241,7 @@ class Histories(RuleBasedStateMachine):
         turn = self._as(process, lambda epoch: self.store.due(process.id, epoch, limit))
         process.read = [] if turn is None else turn.timers  # type: ignore[attr-defined]
         process.read_at_ms, process.loop_epoch = self.clock(), process.epoch
+        process.read_after = self.commits
         return process.read
 
     @precondition(lambda self: self.processes)
@@ -269,8 +273,10 @@ class Histories(RuleBasedStateMachine):
         now_ms, key = self.clock(), (timer.id, timer.created, timer.due)
         assert timer.due_ms <= now_ms, "sent early"
         for before in self.published[key]:
-            assert not before.is_recorded, f"{key} was sent, and is sent again"
-            assert not before.process.trusts(now_ms), f"{key} is being sent by another"
+            if before.recorded_by is None:
+                assert not before.process.trusts(now_ms), f"{key} is being sent by another"
+            else:  # the other had lost the timer by then
+                assert before.recorded_by > process.read_after, f"{key} is sent again"
         self.published[key].append(Publication(process))
         self.slots[timer.id, timer.created].add(timer.due_ms)
         process.sent.append(key)
@@ -300,9 +306,11 @@ class Histories(RuleBasedStateMachine):
         for settlement, code in zip(process.unsettled, codes, strict=False):
             if settlement.timer.parent and settlement.done == "broken" and code == 1:
                 self.set_aside.add(settlement.timer.id)
+        self.commits += 1
         for key in process.sent:
             for publication in self.published[key]:
-                publication.is_recorded |= publication.process is process
+                if publication.process is process and publication.recorded_by is None:
+                    publication.recorded_by = self.commits
         if reply_is_lost:
             process.loop_epoch = process.epoch  # it asks again, for the lease that it has by then
         else:
@@ -340,6 +348,10 @@ class Histories(RuleBasedStateMachine):
     def _happens(self, what: str, process: Process, name: str) -> None:
         if what in ("pause", "stop"):
             self.pause_or_stop(name, what == "stop")
+        elif what == "pause and resume":
+            self.pause_or_stop(name, is_stop=False)
+            self.clock.now_ms += 3 * SECOND
+            self.resume(name)
         elif what == "edit" and self.service.define(name).id in self.latest:
             self._save(self.latest[self.service.define(name).id].evolve(args=(self.clock(),)))
         elif what == "reschedule":
@@ -382,15 +394,18 @@ class Histories(RuleBasedStateMachine):
     def _save(self, definition: Definition) -> None:
         self.clock.now_ms += 1
         self.definitions[definition.revision] = definition
+        before = self.store.states([definition.id])[1][0]
         self.store.save([definition])
-        self._has_changed(definition)
+        self._has_changed(definition, before)
 
-    def _has_changed(self, definition: Definition) -> None:
+    def _has_changed(self, definition: Definition, before: TimerState | None) -> None:
         self.latest[definition.id] = definition
         state = self.service.state(definition.id)
         account = self.accounts.get(definition.id)
         if (
             account is None
+            or before is None
+            or before.status == "broken"  # it starts anew, as with a new schedule
             or account.created_ms != state.created_ms
             or schedule_part(account.revision) != schedule_part(state.revision)
         ):
@@ -418,7 +433,7 @@ class Histories(RuleBasedStateMachine):
         current = self.store.states([state.id])[1][0]
         if self.store.replace(state, definition) and current is not None:
             assert (current.revision, current.status) == (state.revision, state.status)
-            self._has_changed(definition)
+            self._has_changed(definition, current)
 
     @rule(name=NAMES)
     def delete(self, name: str) -> None:
