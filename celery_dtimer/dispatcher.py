@@ -102,12 +102,13 @@ class Dispatcher:
                 "Redis knows an older heartbeat than was confirmed: another server answers"
             )
         counts: Counter[str] = Counter()
-        looks_ms = [turn.next_ms]
+        looks_ms, untried = [turn.next_ms], len(turn.timers)
         broker_down = False
         for start in range(0, len(turn.timers), BATCH):
             batch = turn.timers[start : start + BATCH]
             settlements, broker_down = self._dispatch(lease, turn.now_ms, batch)
             counts.update(settlement.done for settlement in settlements)
+            untried -= len(settlements)
             looks_ms += [_next_look_ms(settlement, turn.now_ms) for settlement in settlements]
             if broker_down or not self._may_send(lease):
                 break
@@ -119,7 +120,7 @@ class Dispatcher:
             sent=counts["run"],
             set_aside=counts["broken"] + counts["unreadable"] + counts["missing"],
             postponed=counts["refused"] + counts["lacking"],
-            more=len(turn.timers) >= self._store.settings.batch_size,
+            more=untried > 0 or len(turn.timers) >= self._store.settings.batch_size,
             next_in=next_in,
             broker_down=broker_down,
         )

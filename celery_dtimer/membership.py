@@ -124,10 +124,6 @@ class Membership:
         self._refused_epoch = max(self._refused_epoch, epoch)
         self.attention.set()
 
-    def now(self) -> float:
-        """Return the clock that the lease is compared with."""
-        return self._clock()
-
     # -- what the thread does
 
     def step(self) -> float:
@@ -307,7 +303,8 @@ class MembershipThread(threading.Thread):
         """End the thread, waiting at most ``timeout`` seconds for a call in flight."""
         self._stopped.set()
         self._membership.attention.set()
-        self.join(timeout)
+        if self.is_alive():
+            self.join(timeout)
 
 
 def leave(store: Store, lease: Lease, *, until: float) -> int:

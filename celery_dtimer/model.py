@@ -21,7 +21,7 @@ import secrets
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -142,10 +142,6 @@ class Definition:
     def summary(self) -> str:
         """What is kept of a one-shot that has run: enough to list it."""
         return _dumps({"name": self.name, "task": self.task, "schedule": self.schedule.encode()})
-
-    def evolve(self, **changes: Any) -> Definition:
-        """Return a copy with some fields replaced."""
-        return replace(self, **changes)
 
 
 def decode_definition(blob: str) -> Definition:
@@ -346,13 +342,6 @@ class TimerState:
     source: str = ""  #: where a static timer was declared
     parent: str = ""  #: the timer that a trigger belongs to
     reason: str = ""
-
-    @property
-    def last_scheduled_ms(self) -> int | None:
-        """The latest moment that has been sent."""
-        return max(
-            (ms for ms in (self.last_run_ms, self.last_sent_ms) if ms is not None), default=None
-        )
 
     @property
     def is_finished(self) -> bool:

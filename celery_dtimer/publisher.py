@@ -143,10 +143,8 @@ class Publisher:
             try:
                 self._apply(run)
                 outcomes.append(None)
-            except (
-                self._failures
-            ):  # a declaration, or a look-up of bindings; nothing is on its way yet
-                self.close()
+            except self._failures:
+                self.close()  # it was a declaration or a look-up: nothing is on its way yet
                 return self._send_each(runs, may_send)
             except Exception as exc:
                 channel.take()

@@ -204,7 +204,8 @@ class Runtime:
         lease = self._membership.lease
         self._stopped.set()
         self._woken.set()
-        self._threads[0].join(_LEAVE_WITHIN / 2)
+        if self._threads[0].is_alive():  # a signal may have come while they were started
+            self._threads[0].join(_LEAVE_WITHIN / 2)
         self._membership_thread.stop(max(0.0, until - time.monotonic()) / 3)
         lease = self._membership.lease or lease
         if lease is not None:
@@ -284,7 +285,7 @@ class DistributedScheduler(Scheduler):
             embedded: the instance gets an id of its own, since one process may run several.
             service: a service to use in place of the app's own.
             **kwargs: as `celery.beat.Scheduler` takes them; ``schedule_filename`` is accepted and
-            ignored.
+                ignored.
 
         Raises:
             SettingsError: a setting cannot be used.

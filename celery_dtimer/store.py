@@ -426,12 +426,6 @@ class Store:
         ]
         return sorted(found, key=lambda instance: (instance.started_at, instance.id))
 
-    def instance_epoch(self, instance: str) -> int | None:
-        """Return the epoch that an instance is registered with."""
-        with self._errors():
-            epoch = self.client.hget(self.keys("instance", instance), "epoch")
-        return int(epoch) if epoch else None
-
     # -- firing
 
     def due(self, instance: str, epoch: int, limit: int) -> Turn:
@@ -643,11 +637,6 @@ class Store:
         return int(self._call("trigger", id, trigger_id))
 
     # -- wake-ups
-
-    def wake(self, instance: str) -> None:
-        """Wake an instance that waits."""
-        with self._errors():
-            self.client.publish(self.keys("wake", instance), "")
 
     def listen(
         self, instance: str, on_wake_up: Callable[[], None], stopped: threading.Event

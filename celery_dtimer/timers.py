@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, overload
 
 from celery import Celery, Task
 from celery.canvas import Signature
@@ -45,8 +45,6 @@ from celery_dtimer.worker import callback_body
 ScheduleLike = float | timedelta | datetime | str | BaseSchedule | schedules.Schedule
 #: What a callback may be given as: a task, its name, the short name of a callback, or a signature.
 CallbackLike: TypeAlias = "Task[..., Any] | Signature[Any] | str"  # Celery 5.5's are no generics
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _STATUSES = ("active", "paused", "stopped", "broken")
 

@@ -77,6 +77,11 @@ class Service:
         """Register an instance; return its epoch."""
         return self.store.register(instance, {"service": "orders", "host": "h", "port": 1}).epoch
 
+    def epoch(self, instance: str) -> int:
+        """Return the epoch that an instance is registered with, 0 for none."""
+        epochs = {each.id: each.epoch for each in self.store.instances()}
+        return epochs.get(instance, 0)
+
     def let_pass(self, seconds: float, **alive: int) -> None:
         """Let time go by, a second at a time, while the instances with these epochs are heard."""
         for _ in range(round(seconds)):

@@ -421,7 +421,7 @@ def test_silence_of_everybody_is_no_other_server(
 def _move(service: Service) -> None:
     """Give what "a" owns to "b"; a goes, and comes again."""
     service.join("b")
-    service.store.leave("a", service.store.instance_epoch("a") or 0)
+    service.store.leave("a", service.epoch("a"))
 
 
 def _resume(service: Service, timer: Definition) -> None:
@@ -456,7 +456,7 @@ def test_a_change_between_publish_and_commit_doubles_nothing(
     if change == "moved":
         with pytest.raises(FencedError):
             beat.step()
-        beat.lease = Lease("b", service.store.instance_epoch("b") or 0, 1e9)
+        beat.lease = Lease("b", service.epoch("b"), 1e9)
     else:
         beat.step()
     if change == "paused and resumed":

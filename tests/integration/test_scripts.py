@@ -1038,14 +1038,14 @@ REFUSALS = {
 def _change(service: Service, due: DueTimer, change: str) -> None:
     if change == "moved":
         service.let_pass(31, b=service.join("b"))
-        service.store.reap("b", service.store.instance_epoch("b") or 0)
+        service.store.reap("b", service.epoch("b"))
         service.join("a")
     elif change == "edited":
         service.add(args=(1,))
     elif change == "rescheduled":
         service.add(every=77)
     elif change == "advanced":
-        epoch = service.store.instance_epoch("a") or 0
+        epoch = service.epoch("a")
         assert service.commit("a", epoch, service.ran(due)) == [1]
     elif change in ("created anew", "deleted"):
         service.store.delete([due.id])
@@ -1062,7 +1062,7 @@ def test_commit_of_a_timer_that_is_not_as_it_was_read_is_refused(
 ) -> None:
     _change(service, due, change)
     before = None if change == "deleted" else service.state(due.id)
-    epoch = service.store.instance_epoch("a") or 0
+    epoch = service.epoch("a")
     settlement = Settlement(due, done, next_due_ms=due.due_ms + 10_000, delay_ms=5, reason="r")
     assert service.commit("a", epoch, settlement) == [code]
     if before is None:
@@ -1115,12 +1115,12 @@ def test_commit_that_was_refused_doubles_nothing(
     service: Service, due: DueTimer, change: str
 ) -> None:
     _change(service, due, change)
-    assert service.commit("a", service.store.instance_epoch("a") or 0, service.ran(due)) != [1]
+    assert service.commit("a", service.epoch("a"), service.ran(due)) != [1]
     state = service.state(due.id)
     if change == "paused":
         service.store.resume(due.id, state.revision, "paused", due.due_ms, 0)
         state = service.state(due.id)
-    owner_epoch = service.store.instance_epoch(state.owner) or 0
+    owner_epoch = service.epoch(state.owner)
     assert service.due_one(state.owner, owner_epoch).is_sent
 
 

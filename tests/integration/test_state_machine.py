@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -353,7 +353,7 @@ class Histories(RuleBasedStateMachine):
             self.clock.now_ms += 3 * SECOND
             self.resume(name)
         elif what == "edit" and self.service.define(name).id in self.latest:
-            self._save(self.latest[self.service.define(name).id].evolve(args=(self.clock(),)))
+            self._save(replace(self.latest[self.service.define(name).id], args=(self.clock(),)))
         elif what == "reschedule":
             self.save_interval(name, 2.5, ())
         elif what in ("delete", "create anew"):
@@ -387,7 +387,7 @@ class Histories(RuleBasedStateMachine):
         at_ms = self.clock() + seconds * SECOND
         before = self.latest.get(self.service.define(name).id)
         if before is not None and not new:
-            self._save(before.evolve(args=(at_ms,)))
+            self._save(replace(before, args=(at_ms,)))
         else:
             self._save(self.service.define(name, at_ms=at_ms))
 
