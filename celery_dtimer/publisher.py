@@ -22,13 +22,14 @@ from celery.app.routes import MapRoute
 from celery.beat import BeatLazyFunc
 from kombu.exceptions import OperationalError
 
-from celery_dtimer.capture import CapturingChannel, capture
+from celery_dtimer.capture import CapturingChannel, Command, capture
 from celery_dtimer.errors import DistributedTimerError
 from celery_dtimer.model import Definition, Run
 
 logger = logging.getLogger(__name__)
 
 _CACHED_CALLS = 20_000
+_LONGEST_PUSH = 1024 * 1024  # bytes that one LPUSH of many messages takes
 _LONGEST_BATCH = 0.5  # seconds after which what is confirmed is to be committed
 _TIME_LIMITS = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
@@ -136,9 +137,9 @@ class Publisher:
 
     def _send_together(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
         channel = self._producer.channel
-        outcomes: list[Outcome] = []
-        commands, ends = [], []
         channel.take()
+        outcomes: list[Outcome] = []
+        batch = _Batch()
         for run in runs:
             try:
                 self._apply(run)
@@ -149,24 +150,21 @@ class Publisher:
             except Exception as exc:
                 channel.take()
                 outcomes.append(_unsendable(exc))
-            commands += channel.take()
-            ends.append(len(commands))
+            batch.add(channel.take())
         if not may_send():
             return []
         try:
-            with channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
-                for name, args in commands:
-                    getattr(pipe, name)(*args)
-                replies = pipe.execute(raise_on_error=False)
+            with channel.conn_or_acquire() as client:
+                errors = batch.send(client)
         except self._failures as exc:
             return [self._down(exc)]
         self._on_progress()
-        for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            errors = [reply for reply in replies[start:end] if isinstance(reply, Exception)]
-            outcomes[i] = _refused(errors[0]) if errors else outcomes[i]
-        if any(isinstance(outcome, RefusedError) for outcome in outcomes):
+        if any(errors):
             self.close()  # the broker's name may lead to another server by now
-        return outcomes
+        return [
+            _refused(error) if error else outcome
+            for outcome, error in zip(outcomes, errors, strict=True)
+        ]
 
     # -- any broker: each message by itself
 
@@ -205,10 +203,12 @@ class Publisher:
         """Send what one run left in a capturing channel."""
         channel = self._producer.channel
         if isinstance(channel, CapturingChannel):
-            with channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
-                for name, args in channel.take():
-                    getattr(pipe, name)(*args)
-                pipe.execute()
+            batch = _Batch()
+            batch.add(channel.take())
+            with channel.conn_or_acquire() as client:
+                error = batch.send(client)[0]
+            if error is not None:
+                raise error
 
     # -- Celery
 
@@ -236,6 +236,48 @@ class Publisher:
         if len(self._calls) > _CACHED_CALLS:
             self._calls.popitem(last=False)
         return call
+
+
+class _Batch:
+    """The captured commands of many messages, for one pipeline.
+
+    What goes to the same list in a row becomes one LPUSH: it takes many values, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._commands: list[tuple[str, list[Any]]] = []
+        self._room = 0  # bytes that the last command still takes
+        self._messages: list[list[int]] = []  # for each message, the places of its commands
+
+    def add(self, commands: Sequence[Command]) -> None:
+        """Add the commands of one message; there are none when it was not built."""
+        places = []
+        for name, args in commands:
+            if not (name == "lpush" and self._joins(*args)):
+                self._commands.append((name, list(args)))
+                self._room = _LONGEST_PUSH
+            places.append(len(self._commands) - 1)
+        self._messages.append(places)
+
+    def _joins(self, key: str, message: str) -> bool:
+        """Add a message to the last command, if that pushes to the same list and has room."""
+        name, args = self._commands[-1] if self._commands else ("", [None])
+        self._room -= len(message)
+        if name != "lpush" or args[0] != key or self._room < 0:
+            return False
+        args.append(message)
+        return True
+
+    def send(self, client: Any) -> list[Exception | None]:
+        """Send all; return for each message what the server said against it."""
+        with client.pipeline(transaction=False) as pipe:
+            for name, args in self._commands:
+                getattr(pipe, name)(*args)
+            replies = pipe.execute(raise_on_error=False)
+        return [
+            next((replies[i] for i in places if isinstance(replies[i], Exception)), None)
+            for places in self._messages
+        ]
 
 
 class _Call:

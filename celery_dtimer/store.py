@@ -449,19 +449,12 @@ class Store:
         return [int(code) for code in codes.split()]
 
     def definitions(self, ids: Sequence[str]) -> list[str | None]:
-        """Return the stored definition of each id."""
-        return [blob for batch in _chunks(ids, BATCH) for blob in self._blobs(batch)]
-
-    def _blobs(self, ids: Sequence[str]) -> list[str | None]:
-        with self._errors():
-            client = self.client
-            pipe = client.pipeline(transaction=False)
-            for id in ids:
-                pipe.get(self.keys("timer_definition", id))
-            return [
-                blob if isinstance(blob, str) else None
-                for blob in _readable(pipe.execute(raise_on_error=False))
-            ]
+        """Return the stored definition of each id; None for one that is not there."""
+        found: list[str | None] = []
+        for batch in _chunks(ids, BATCH):
+            with self._errors():
+                found += self.client.mget([self.keys("timer_definition", id) for id in batch])
+        return found
 
     # -- timers
 

@@ -577,10 +577,10 @@ def test_a_definition_that_redis_does_not_show_is_not_gone(
     beat = Beat(service, broker)
     timer = service.add()
     service.clock.advance(10)
-    server.client.acl_setuser("default", commands=["-get"], reset=False, enabled=True)
+    server.client.acl_setuser("default", commands=["-mget"], reset=False, enabled=True)
     with pytest.raises(StoreError):
         beat.step()
-    server.client.acl_setuser("default", commands=["+get"], reset=False, enabled=True)
+    server.client.acl_setuser("default", commands=["+mget"], reset=False, enabled=True)
     assert service.state(timer.id).status == "active"
     assert beat.step().sent == 1
     assert consistency.check(service.store) == []
