@@ -261,7 +261,7 @@ class _Batch:
 
     def _joins(self, key: str, message: str) -> bool:
         """Add a message to the last command, if that pushes to the same list and has room."""
-        name, args = self._commands[-1] if self._commands else ("", [None])
+        name, args = self._commands[-1] if self._commands else ("", [""])
         self._room -= len(message)
         if name != "lpush" or args[0] != key or self._room < 0:
             return False
