@@ -491,14 +491,8 @@ class DistributedTimer:
             TimerNotFoundError: there is none.
             InvalidTimerError: it is stopped or broken.
         """
-        id = self._resolve(timer).id
-        code = self.store.pause(id)
-        if code == 0:
-            raise _not_found(timer)
-        if code < 0:
-            raise InvalidTimerError(
-                f"timer {shown(timer)} is stopped or broken; only an active one can be paused"
-            )
+        code = self.store.pause(self._resolve(timer).id)
+        _check(code, timer, "is stopped or broken; only an active one can be paused")
 
     def stop_timer(self, timer: str) -> None:
         """Stop a timer: it stays, ``stopped``, until it is resumed, rescheduled or deleted.
@@ -506,8 +500,7 @@ class DistributedTimer:
         Raises:
             TimerNotFoundError: there is none.
         """
-        if self.store.stop(self._resolve(timer).id) == 0:
-            raise _not_found(timer)
+        _check(self.store.stop(self._resolve(timer).id), timer, "can not be stopped")
 
     def resume_timer(self, timer: str) -> None:
         """Go on with a paused, stopped or broken timer at its next run; missed ones are skipped.
@@ -541,12 +534,7 @@ class DistributedTimer:
             InvalidTimerError: it has nothing to send: it is broken, or a one-shot that has run.
         """
         code = self.store.trigger(self._resolve(timer).id, new_trigger_id())
-        if code == 0:
-            raise _not_found(timer)
-        if code < 0:
-            raise InvalidTimerError(
-                f"timer {shown(timer)} has nothing to send: it is broken, or has run and is over"
-            )
+        _check(code, timer, "has nothing to send: it is broken, or has run and is over")
 
     def delete_timer(self, timer: str) -> None:
         """Delete a timer, with its pending triggers.
@@ -630,6 +618,14 @@ def _names_a_task(task: object) -> bool:
 def _task_name(task: Any) -> str:
     name: str = task if isinstance(task, str) else task.name
     return name
+
+
+def _check(code: int, timer: str, refusal: str) -> None:
+    """Raise what a script's code says against a timer, if it does."""
+    if code == 0:
+        raise _not_found(timer)
+    if code < 0:
+        raise InvalidTimerError(f"timer {shown(timer)} {refusal}")
 
 
 def _not_found(timer: str) -> DistributedTimerError:
