@@ -95,7 +95,8 @@ def capture(transport: Any) -> bool:
         from kombu.transport.redis import Channel
     except ImportError:
         return False
-    if not (isinstance(transport.Channel, type) and issubclass(transport.Channel, Channel)):
+    channel = getattr(transport, "Channel", None)  # amqp's has none
+    if not (isinstance(channel, type) and issubclass(channel, Channel)):
         return False
-    transport.Channel = type("CapturingChannel", (CapturingChannel, transport.Channel), {})
+    transport.Channel = type("CapturingChannel", (CapturingChannel, channel), {})
     return True

@@ -28,12 +28,12 @@ from celery_dtimer.model import (
     Definition,
     Lease,
     broken_blob,
-    check_options,
     check_size,
     check_storable,
     timer_id,
     to_ms,
 )
+from celery_dtimer.options import check_options
 from celery_dtimer.store import BATCH, Store
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 A run is published before it is committed, so that it is late rather than lost. Each timer is
 committed only if it is still as it was read; a commit that is refused although the message is out
 leaves ``last_sent`` behind, and whoever owns the timer then advances it without sending. Only a
-death or a lost lease between publish and commit sends a run again, with the same task id.
+death or a lost lease between publish and commit, or a broker whose answer is lost, sends a run
+again, with the same task id.
 
 Not promised here: that a message is sent once. That needs the broker's write in the commit's
 script.
@@ -26,6 +27,7 @@ from celery_dtimer.store import BATCH, COMMIT_REFUSALS, COMMITTED, DueTimer, Set
 logger = logging.getLogger(__name__)
 
 _CACHED_DEFINITIONS = 20_000
+_CACHED_BYTES = 32 * 1024 * 1024  # of definitions as they are stored
 _LACKING_MS = 1000  # until another instance looks at a timer whose code this one lacks
 _COMMIT_TRIES = 2  # the second is for a reply that was lost
 
@@ -80,7 +82,8 @@ class Dispatcher:
         self._may_send = may_send
         self._on_progress = on_progress
         self._clock = clock
-        self._definitions: OrderedDict[str, tuple[str, Definition]] = OrderedDict()
+        self._definitions: OrderedDict[str, tuple[str, Definition, int]] = OrderedDict()
+        self._cached_bytes = 0
         self._sequence = 0
         self._unsettled: list[Settlement] = []
 
@@ -176,6 +179,7 @@ class Dispatcher:
             outcomes = self._publish([run for _, run in runs], lambda: self._may_send(lease))
         for (settlement, run), outcome in zip(runs, outcomes, strict=False):
             settled.extend(_settle(settlement, run, outcome))
+        _warn_of_refusals([run for _, run in runs], outcomes)
         self._unsettled = settled
         self._on_progress()
         self.settle(lease)
@@ -229,10 +233,16 @@ class Dispatcher:
                 "its arguments are in code that this instance lacks"
             )
         if not timer.parent:
-            self._definitions[timer.id] = (timer.revision, definition)
-            if len(self._definitions) > _CACHED_DEFINITIONS:
-                self._definitions.popitem(last=False)
+            self._cache(timer, definition, len(blob))
         return definition
+
+    def _cache(self, timer: DueTimer, definition: Definition, size: int) -> None:
+        replaced = self._definitions.pop(timer.id, None)
+        self._definitions[timer.id] = (timer.revision, definition, size)
+        self._cached_bytes += size - (replaced[2] if replaced else 0)
+        while len(self._definitions) > _CACHED_DEFINITIONS or self._cached_bytes > _CACHED_BYTES:
+            _, (_, _, dropped) = self._definitions.popitem(last=False)
+            self._cached_bytes -= dropped
 
 
 def _next_look_ms(settlement: Settlement, now_ms: int) -> int | None:
@@ -274,6 +284,16 @@ def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
     return Settlement(timer, "broken" if timer.is_readable else "unreadable", reason=str(why))
 
 
+def _warn_of_refusals(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
+    """Log the refusals of a batch in one line, since they mostly have one reason."""
+    pairs = zip(runs, outcomes, strict=False)
+    refused = [(run, outcome) for run, outcome in pairs if isinstance(outcome, RefusedError)]
+    if refused:
+        run, outcome = refused[0]
+        name = shown(run.definition.name)
+        logger.warning("%s messages not sent, tried again; %s: %s", len(refused), name, outcome)
+
+
 def _settle(planned: Settlement, run: Run, outcome: Outcome) -> Iterator[Settlement]:
     """Yield what is to be committed for a run: nothing when the broker is down."""
     timer, name = planned.timer, shown(run.definition.name)
@@ -288,12 +308,7 @@ def _settle(planned: Settlement, run: Run, outcome: Outcome) -> Iterator[Settlem
         yield planned
     elif isinstance(outcome, RefusedError):
         delay_ms = round(policy.retry_delay(timer.attempts) * 1000)
-        logger.warning(
-            "Timer %s: the broker refused its message, next try in %s ms: %s",
-            name,
-            delay_ms,
-            outcome,
-        )
+        logger.debug("Timer %s: not sent, next try in %s ms: %s", name, delay_ms, outcome)
         yield Settlement(timer, "refused", delay_ms=delay_ms)
     elif isinstance(outcome, UnsendableError):
         logger.error("Timer %s is broken and set aside: %s", name, outcome)

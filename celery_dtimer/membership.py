@@ -115,6 +115,11 @@ class Membership:
         lease = self._lease
         return lease if lease is not None and lease.is_valid(self._clock()) else None
 
+    def may_act(self, lease: Lease) -> bool:
+        """Say whether a lease may still be acted on: its epoch is current and trusted."""
+        current = self.lease
+        return current is not None and current.epoch == lease.epoch
+
     def report_progress(self, wait: float = 0.0) -> None:
         """Note that the loop is alive, and may be silent for ``wait`` seconds and one call."""
         self._stalled_after = self._clock() + wait + self._settings.call_timeout
@@ -194,6 +199,11 @@ class Membership:
             self._settings.service,
             answer.epoch,
         )
+        if self._store.may_evict():
+            logger.warning(
+                "Redis evicts keys when its memory is full, and a timer that is evicted is lost: "
+                "set maxmemory-policy to noeviction"
+            )
         trusted_until = started + _MARGIN * self._settings.instance_timeout
         return Lease(identity.instance, answer.epoch, trusted_until, answer.now_ms, answer.members)
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from celery import Celery
 from celery.app.routes import MapRoute
 from celery.beat import BeatLazyFunc
+from celery.exceptions import QueueNotFound
 from kombu.exceptions import OperationalError
 
 from celery_dtimer.capture import CapturingChannel, Command, capture
@@ -28,8 +29,8 @@ from celery_dtimer.model import Definition, Run
 
 logger = logging.getLogger(__name__)
 
-_CACHED_CALLS = 20_000
 _LONGEST_PUSH = 1024 * 1024  # bytes that one LPUSH of many messages takes
+_LONGEST_REASON = 500  # characters of an error that are kept
 _LONGEST_BATCH = 0.5  # seconds after which what is confirmed is to be committed
 _TIME_LIMITS = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
@@ -72,7 +73,7 @@ class Publisher:
         self._on_progress = on_progress
         self._connection: Any = None
         self._producer: Any = None
-        self._calls: OrderedDict[int, _Call] = OrderedDict()
+        self._calls: WeakKeyDictionary[Definition, _Call] = WeakKeyDictionary()
         self._declared: set[tuple[Any, ...]] = set()  # whose queues this connection has declared
         self._failures: tuple[type[BaseException], ...] = (OperationalError, OSError)
 
@@ -96,12 +97,24 @@ class Publisher:
         return self._send_each(runs, may_send)
 
     def close(self) -> None:
-        """Drop the connection; the next run opens a new one."""
-        connection, self._connection, self._producer = self._connection, None, None
-        self._declared.clear()
+        """End the connection; the next run opens a new one."""
+        connection = self._take_connection()
         if connection is not None:
             with contextlib.suppress(Exception):  # whatever state it is in, it is given up
                 connection.release()
+
+    def _drop(self) -> None:
+        """Give the connection up without a word to a broker that may not answer."""
+        connection = self._take_connection()
+        if connection is not None:
+            with contextlib.suppress(Exception):
+                connection.collect()
+        self._on_progress()
+
+    def _take_connection(self) -> Any:
+        connection, self._connection, self._producer = self._connection, None, None
+        self._declared.clear()
+        return connection
 
     # -- connection
 
@@ -130,7 +143,7 @@ class Publisher:
         return None
 
     def _down(self, exc: BaseException) -> BrokerDownError:
-        self.close()
+        self._drop()
         return BrokerDownError(f"{type(exc).__name__}: {exc}")
 
     # -- Redis: one pipeline
@@ -145,8 +158,10 @@ class Publisher:
                 self._apply(run)
                 outcomes.append(None)
             except self._failures:
-                self.close()  # it was a declaration or a look-up: nothing is on its way yet
+                self._drop()  # it was a declaration or a look-up: nothing is on its way yet
                 return self._send_each(runs, may_send)
+            except _UserCodeError as exc:
+                outcomes.append(_refused(exc))
             except Exception as exc:
                 channel.take()
                 outcomes.append(_unsendable(exc))
@@ -160,7 +175,7 @@ class Publisher:
             return [self._down(exc)]
         self._on_progress()
         if any(errors):
-            self.close()  # the broker's name may lead to another server by now
+            self._drop()  # the broker's name may lead to another server by now
         return [
             _refused(error) if error else outcome
             for outcome, error in zip(outcomes, errors, strict=True)
@@ -192,7 +207,9 @@ class Publisher:
                 self._flush()
             except self._failures as exc:
                 failure = exc
-                self.close()
+                self._drop()
+            except _UserCodeError as exc:
+                return _refused(exc)
             except Exception as exc:
                 return _unsendable(exc)
             else:
@@ -213,29 +230,28 @@ class Publisher:
     # -- Celery
 
     def _apply(self, run: Run) -> None:
-        call = self._call_of(run.definition)
+        call = self._calls.get(run.definition)
+        if call is None:
+            call = self._calls[run.definition] = _Call(self._app, run.definition)
+        args, kwargs = call.arguments()
         headers = {**call.headers, "celery_beat_task": True, "dtimer": run.header}
         options = {**call.options, "headers": headers, "task_id": run.task_id}
-        args, kwargs = call.args, call.kwargs
-        if call.is_lazy:
-            args = tuple(_evaluated(value) for value in args)
-            kwargs = {key: _evaluated(value) for key, value in kwargs.items()}
         if call.destination in self._declared:
             options["declare"] = []
-        call.send(args, kwargs, producer=self._producer, **options)
+        with self._eager_failures():
+            call.send(args, kwargs, producer=self._producer, **options)
         if call.destination is not None:
             self._declared.add(call.destination)
 
-    def _call_of(self, definition: Definition) -> _Call:
-        """Return what is the same for every run of a definition; kept for those that run often."""
-        known = self._calls.get(id(definition))
-        if known is not None and known.definition is definition:
-            return known
-        call = _Call(self._app, definition)
-        self._calls[id(definition)] = call
-        if len(self._calls) > _CACHED_CALLS:
-            self._calls.popitem(last=False)
-        return call
+    @contextlib.contextmanager
+    def _eager_failures(self) -> Iterator[None]:
+        """With ``task_always_eager`` the task runs here, and its failure is its own."""
+        try:
+            yield
+        except Exception:
+            if not self._app.conf.task_always_eager:
+                raise
+            logger.exception("A task that ran eagerly has failed")
 
 
 class _Batch:
@@ -287,21 +303,52 @@ class _Call:
         task = app.tasks.get(definition.task)
         options = dict(definition.options)
         ignore_result = options.pop("ignore_result", None if task is None else task.ignore_result)
-        self.definition = definition
         # Nobody waits for the result here: with ignore_result Celery does not subscribe to it,
         # which would last as long as the process; the header tells the worker what the task says.
         self.headers = {"ignore_result": ignore_result, **(options.pop("headers", None) or {})}
         # The timer tries again, not the call.
-        self.options = {"retry": False, **options, "ignore_result": True}
-        self.args = tuple(definition.args)
-        self.kwargs = dict(definition.kwargs)
-        self.is_lazy = any(
-            isinstance(value, BeatLazyFunc) for value in (*self.args, *self.kwargs.values())
-        )
+        self.options = {"retry": False, "router": _Router(app), **options, "ignore_result": True}
+        self.destination = _destination(app, definition.task, options)
         self.send: Callable[..., Any] = (
             partial(app.send_task, definition.task) if task is None else task.apply_async
         )
-        self.destination = _destination(app, definition.task, options)
+        self._args, self._kwargs = tuple(definition.args), dict(definition.kwargs)
+        self._is_lazy = any(
+            isinstance(value, BeatLazyFunc) for value in (*self._args, *self._kwargs.values())
+        )
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of one run.
+
+        Raises:
+            _UserCodeError: a lazy argument failed.
+        """
+        if not self._is_lazy:
+            return self._args, self._kwargs
+        try:
+            args = tuple(_evaluated(value) for value in self._args)
+            return args, {key: _evaluated(value) for key, value in self._kwargs.items()}
+        except Exception as exc:
+            raise _UserCodeError(f"{type(exc).__name__}: {exc}") from exc
+
+
+class _UserCodeError(Exception):
+    """A router or a lazy argument failed: neither the broker nor the message is to blame."""
+
+
+class _Router:
+    """Celery's router, whose failures are told from the broker's."""
+
+    def __init__(self, app: Celery) -> None:
+        self._router = app.amqp.router
+
+    def route(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._router.route(*args, **kwargs)
+        except QueueNotFound:
+            raise
+        except Exception as exc:
+            raise _UserCodeError(f"{type(exc).__name__}: {exc}") from exc
 
 
 def _destination(app: Celery, task: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -326,11 +373,12 @@ def _failures_of(transport: Any) -> tuple[type[BaseException], ...]:
 
 
 def _unsendable(exc: Exception) -> UnsendableError:
-    return UnsendableError(f"its message can not be built: {type(exc).__name__}: {exc}")
+    text = f"its message can not be built: {type(exc).__name__}: {exc}"
+    return UnsendableError(text[:_LONGEST_REASON])
 
 
 def _refused(exc: BaseException) -> RefusedError:
-    return RefusedError(f"{type(exc).__name__}: {exc}")
+    return RefusedError(f"{type(exc).__name__}: {exc}"[:_LONGEST_REASON])
 
 
 def _evaluated(value: Any) -> Any:

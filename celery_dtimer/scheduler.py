@@ -9,6 +9,7 @@ request to Redis or to the broker.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,12 @@ from celery.beat import Scheduler
 from celery_dtimer import policy
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass
-from celery_dtimer.errors import DistributedTimerError, FencedError, StoreUnavailableError
+from celery_dtimer.errors import (
+    DistributedTimerError,
+    FencedError,
+    SettingsError,
+    StoreUnavailableError,
+)
 from celery_dtimer.membership import Identity, Membership, MembershipThread, leave, local_host
 from celery_dtimer.model import Lease, new_instance_id, process_instance_id
 from celery_dtimer.publisher import Publisher
@@ -78,6 +84,8 @@ class Loop:
                 logger.warning("Dispatch waits: %s", exc)
             return self._backing_off(self._store_failures)
         self._store_failures = 0
+        if done.sent:
+            logger.info("Instance %s dispatched %s runs", lease.instance, done.sent)
         return self._after(done)
 
     def settle(self, lease: Lease) -> None:
@@ -100,16 +108,14 @@ class Loop:
             self._reconciled = seen
 
     def _after(self, done: Pass) -> float:
-        if done.sent:
-            logger.info("Dispatched %s runs", done.sent)
         if done.broker_down:
             self._broker_failures += 1
             if self._broker_failures == 1:
                 logger.error("The broker does not answer: runs wait for it")
             return self._backing_off(self._broker_failures)
-        if self._broker_failures and done.sent:
+        if self._broker_failures and (done.sent or done.postponed):
             logger.info("The broker answers again")
-            self._broker_failures = 0
+        self._broker_failures = 0
         if done.more:
             return self._waiting(0.0)
         next_in = self._longest_wait if done.next_in is None else done.next_in
@@ -141,13 +147,7 @@ class Runtime:
         """Prepare the parts; nothing is contacted before `start`."""
         self.settings = settings
         self.instance = instance
-        identity = Identity(
-            instance,
-            local_host(),
-            int(instance.split(":")[1]),
-            __version__,
-            "confirmed",
-        )
+        identity = Identity(instance, local_host(), os.getpid(), __version__, "confirmed")
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._membership = Membership(Store(settings), identity, on_lease=self._woken.set)
@@ -160,7 +160,7 @@ class Runtime:
             self._store,
             self._publisher,
             bound=declaration.bound,
-            may_send=lambda lease: lease.epoch == getattr(self._membership.lease, "epoch", None),
+            may_send=self._membership.may_act,
             on_progress=self._membership.report_progress,
         )
         self._loop = Loop(
@@ -177,13 +177,7 @@ class Runtime:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Start the threads.
-
-        Raises:
-            SettingsError: redis-py does not take the options that are set.
-        """
-        if not self.settings.redis_url.startswith("embedded:"):  # that one has a server to start
-            self._store.client  # noqa: B018 - made now, so that a wrong option shows at once
+        """Start the threads."""
         self._membership_thread.start()
         for thread in self._threads:
             thread.start()
@@ -201,7 +195,7 @@ class Runtime:
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
         until = time.monotonic() + _LEAVE_WITHIN
-        lease = self._membership.lease
+        lease = self._membership.lease  # it may run out while the loop ends
         self._stopped.set()
         self._woken.set()
         if self._threads[0].is_alive():  # a signal may have come while they were started
@@ -296,6 +290,8 @@ class DistributedScheduler(Scheduler):
         self._runtime: Runtime | None = None
         self._in_tick = False
         self._closed = False
+        if not lazy:
+            _check_connections(app, self.settings)
         super().__init__(app, *args, lazy=lazy, **kwargs)  # type: ignore[misc]
 
     def setup_schedule(self) -> None:
@@ -344,8 +340,13 @@ class DistributedScheduler(Scheduler):
             # In a thread that the process waits for: a second signal does not cut it short.
             leaving = threading.Thread(target=self._runtime.stop, name="dtimer-leave")
             leaving.start()
-            leaving.join()
+            _join_whatever_comes(leaving)
         super().close()
+
+    @property
+    def is_running(self) -> bool:
+        """Say whether it has been started, and neither closed nor ended by a failure."""
+        return self._runtime is not None and not self._closed and self._runtime.failure is None
 
     @property
     def info(self) -> str:
@@ -357,6 +358,32 @@ class DistributedScheduler(Scheduler):
             "dispatch": self.settings.dispatch,
         }
         return "\n".join(f"    . {name} -> {value}" for name, value in lines.items())
+
+
+def _join_whatever_comes(thread: threading.Thread) -> None:
+    """Wait for a thread that ends soon; what interrupts the wait is raised afterwards."""
+    interruption: BaseException | None = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except BaseException as exc:
+            interruption = exc
+    if interruption is not None:
+        raise interruption
+
+
+def _check_connections(app: Celery, settings: Settings) -> None:
+    """Refuse at start, without a connection, what could never connect.
+
+    Raises:
+        SettingsError: the broker's transport is unknown, or redis-py does not take the options.
+    """
+    try:
+        app.connection_for_write().get_transport_cls()
+    except (KeyError, ImportError, AttributeError) as exc:
+        raise SettingsError(f"broker_url has a transport that can not be used: {exc}") from exc
+    if not settings.redis_url.startswith("embedded:"):  # that one has a server to start
+        Store(settings).client  # noqa: B018 - made, so that a wrong option shows
 
 
 def _source(app: Celery) -> str:

@@ -63,6 +63,7 @@ class Settings:
             SettingsError: a value cannot be used; the message names the setting and what is
                 accepted.
         """
+        _refuse_unknown(app)
         conf = {name: app.conf.get(name, default) for name, default in _DEFAULTS.items()}
         return cls(
             service=_service(app, service or conf["dtimer_service"]),
@@ -118,6 +119,20 @@ class Settings:
         return f"{parts.scheme}://{'**' if secrets else ''}{at}{place}{parts.path}"
 
 
+def _refuse_unknown(app: Celery) -> None:
+    """Refuse a setting that is misspelt, however the app's settings are prefixed."""
+    for key in app.conf:
+        name = str(key).lower()
+        start = name.find("dtimer_")
+        if start >= 0 and name[start:] not in _DEFAULTS and name[:start] in ("", _prefix(app)):
+            known = ", ".join(_DEFAULTS)
+            raise SettingsError(f"{key} is not a setting of celery_dtimer; there are {known}")
+
+
+def _prefix(app: Celery) -> str:
+    return str(getattr(app.conf, "prefix", "") or "").lower()
+
+
 def _bad(name: str, value: object, accepted: str) -> SettingsError:
     return SettingsError(f"{name}={shown(value)} is not accepted; expected {accepted}")
 
@@ -171,7 +186,7 @@ def _redis_url(app: Celery, url: object) -> str:
     if not _is_url(url):
         raise SettingsError(
             f"{name} can not be read as a URL; expected user name and password percent-encoded, "
-            "and a number as the port"
+            "and numbers as port and database"
         )
     return url
 
@@ -183,4 +198,6 @@ def _is_url(url: str) -> bool:
         parts.port  # noqa: B018 - raises when it is no number
     except ValueError:
         return False
-    return not parts.fragment
+    database = parts.path.strip("/")
+    is_tcp = parts.scheme in ("redis", "rediss")
+    return not parts.fragment and (not is_tcp or not database or database.isdigit())

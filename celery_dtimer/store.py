@@ -426,6 +426,18 @@ class Store:
         ]
         return sorted(found, key=lambda instance: (instance.started_at, instance.id))
 
+    def may_evict(self) -> bool:
+        """Say whether the server drops keys when memory is full; False when it does not tell."""
+        try:
+            with self._errors():
+                found = self.client.config_get("maxmemory*")
+        except StoreUnavailableError:
+            raise
+        except StoreError:
+            return False
+        policy_of = str(found.get("maxmemory-policy", "noeviction"))
+        return found.get("maxmemory", "0") != "0" and policy_of != "noeviction"
+
     # -- firing
 
     def due(self, instance: str, epoch: int, limit: int) -> Turn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,6 @@ from celery_dtimer.model import (
     Status,
     Timer,
     TimerState,
-    check_options,
     check_size,
     check_storable,
     decode_definition,
@@ -36,6 +36,7 @@ from celery_dtimer.model import (
     new_trigger_id,
     timer_id,
 )
+from celery_dtimer.options import check_options
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store, attempts
@@ -46,6 +47,7 @@ ScheduleLike = float | timedelta | datetime | str | BaseSchedule | schedules.Sch
 #: What a callback may be given as: a task, its name, the short name of a callback, or a signature.
 CallbackLike: TypeAlias = "Task[..., Any] | Signature[Any] | str"  # Celery 5.5's are no generics
 
+_BEATS_SERVICE = "dtimer_beats_service"  # the attribute of an app that holds the first one named
 _STATUSES = ("active", "paused", "stopped", "broken")
 
 
@@ -65,8 +67,8 @@ class DistributedTimer:
 
         Args:
             app: the Celery app whose settings, tasks and broker are used.
-            service: the service's name, for an app that does not set ``dtimer_service``; its beats
-                use it too.
+            service: the service to look at. The first one that is named for an app is that of its
+                beats too, unless ``dtimer_service`` is set.
         """
         self.app = app
         self._service = service
@@ -74,7 +76,8 @@ class DistributedTimer:
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._scheduler: DistributedScheduler | None = None
-        if service is not None:
+        self._started_in = 0  # the process
+        if service is not None and app.__dict__.setdefault(_BEATS_SERVICE, service) == service:
             app.add_defaults(lambda: {"dtimer_service": service})
 
     def __repr__(self) -> str:
@@ -409,8 +412,9 @@ class DistributedTimer:
             instance: its id; by default the instance that `start` runs in this process, or, without
                 one, every instance of the service (`Timer.instance` tells whose a timer is).
         """
-        if instance is None and self._scheduler is not None:
-            instance = self._scheduler.instance
+        own = self._own_scheduler()
+        if instance is None and own is not None:
+            instance = own.instance
         if instance is not None:
             return self.get_timers(instance=instance)
         return [
@@ -425,6 +429,8 @@ class DistributedTimer:
 
     def pending_count(self, instance: str | None = None) -> int:
         """Return how many timers wait for their next run, in the service or at one instance."""
+        if instance is not None and not isinstance(instance, str):
+            raise invalid("instance", instance, "the id of an instance")
         return self.store.pending_count(instance)
 
     def check_consistency(self) -> list[consistency.Violation]:
@@ -553,20 +559,28 @@ class DistributedTimer:
         The app's static schedule is part of it. Starting again while it runs changes nothing.
         """
         with self._lock:
-            if self._scheduler is None:
+            scheduler = self._own_scheduler()
+            if scheduler is not None and not scheduler.is_running:  # it has failed
+                scheduler.close()
+                scheduler = None
+            if scheduler is None:
                 scheduler = DistributedScheduler(self.app, embedded=True, service=self._service)
                 scheduler.start()
-                self._scheduler = scheduler
-            return self._scheduler.instance
+                self._scheduler, self._started_in = scheduler, os.getpid()
+            return scheduler.instance
 
     def stop(self) -> None:
         """Hand this process's timers over to other instances and end its scheduler."""
         with self._lock:
-            scheduler, self._scheduler = self._scheduler, None
+            scheduler, self._scheduler = self._own_scheduler(), None
         if scheduler is not None:
             scheduler.close()
 
     # ------------------------------------------------------------ inside
+
+    def _own_scheduler(self) -> DistributedScheduler | None:
+        """Return the scheduler of this process; a forked child has none of its parent's threads."""
+        return self._scheduler if self._started_in == os.getpid() else None
 
     def _resolve(self, timer: str) -> TimerState:
         """Return the state of a timer: a name is looked for first, then an id."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery
+from celery import Celery, _state
 
 from tests.ledger import QueueReader
 from tests.servers import RedisServer, find_server
@@ -27,6 +27,15 @@ QUICK = {
 MakeApp = Callable[..., Celery]
 FreshRedis = Callable[..., RedisServer]
 ReadQueue = Callable[[Celery], QueueReader]
+
+
+@pytest.fixture(autouse=True)
+def shared_tasks() -> Iterator[None]:
+    """Forget the shared tasks that a test makes: else every later app would have them too."""
+    before = set(_state._on_app_finalizers)
+    yield
+    _state._on_app_finalizers.clear()
+    _state._on_app_finalizers.update(before)
 
 
 @pytest.fixture(scope="session")

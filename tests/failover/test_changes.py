@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 
 import pytest
 
@@ -27,22 +28,25 @@ def sleeping(deploy: Deploy) -> Deployment:
     deployment = deploy(**SLEEPY)
     deployment.start_beats(2)
     deployment.timers.create_timer("hourly", 3600, "record")
-    deployment.pass_time(0.5)
+    channels = [f"{deployment.key('wake')}:{each}" for each in deployment.registered().values()]
+    wait_until(
+        lambda: all(count for _, count in deployment.store.client.pubsub_numsub(*channels)),
+        "the beats to listen",
+    )
     return deployment
 
 
-def test_a_timer_created_while_the_beats_sleep_fires_in_time(
+def test_a_timer_created_while_the_beats_sleep_fires_at_once(
     sleeping: Deployment, record_property: Callable[[str, object], None]
 ) -> None:
     lags = []
-    for number in range(10):
-        moment = datetime.now(timezone.utc) + timedelta(milliseconds=300)
-        sleeping.timers.create_timer(f"soon-{number}", moment, "record")
-        sleeping.wait_firing([f"soon-{number}"], 3)
+    for number in range(11):
+        sleeping.timers.create_timer(f"now-{number}", datetime.now(timezone.utc), "record")
+        sleeping.wait_firing([f"now-{number}"], 3)
         lags.append(sleeping.ledger.runs[-1].lag_ms)
     record_property("lag_ms", sorted(lags))
     sys.stdout.write(f"lag of timers created while the beats slept, in ms: {sorted(lags)}\n")
-    assert max(lags) < 1000
+    assert statistics.median(lags) < 200, "the loop polls every second: a wake-up is what is fast"
 
 
 def test_what_is_sooner_than_all_else_is_not_slept_past(sleeping: Deployment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -13,6 +14,16 @@ from celery_dtimer import CallbackTimer, DistributedTimer
 from tests.conftest import MakeApp
 from tests.servers import RedisServer
 from tests.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """Leave the root logger as it was: a worker sets its level and its handlers."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import redis
 from celery_dtimer import embedded
 from celery_dtimer.embedded import EmbeddedServer, resolve
 from celery_dtimer.errors import EmbeddedServerError, SettingsError
+from tests.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -320,7 +321,7 @@ def test_the_server_outlives_its_first_starter_while_another_needs_it(
     with client(url) as connection:
         connection.set("key", "value")
         first.kill()
-        time.sleep(0.3)  # time for a watcher that takes it for the last one
+        wait_for(0.3)  # time for a watcher that takes it for the last one
         assert connection.get("key") == "value"
     assert second.ask(url_of(tmp_path)) == url
     assert server_pid(url) == pid

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from celery.beat import Service
 from celery.schedules import crontab
 
 from celery_dtimer import DistributedScheduler, DistributedTimer, SettingsError
-from celery_dtimer.scheduler import Loop
+from celery_dtimer.errors import StoreUnavailableError
+from celery_dtimer.scheduler import Loop, Runtime
+from celery_dtimer.store import Store
 from tests.conftest import MakeApp, ReadQueue
 from tests.servers import RedisServer
 from tests.waiting import wait_until
@@ -243,6 +247,72 @@ def test_a_tick_is_bounded_by_the_longest_wait(
     for _ in range(5):
         scheduler.tick()
     assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("check_interval", "max_interval", "expected"), [(0.2, 5, 0.2), (5, 0.3, 0.3), (5, 5, 1)]
+)
+def test_the_loop_waits_no_longer_than_any_of_its_limits(
+    make_app: MakeApp,
+    make_scheduler: MakeScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    check_interval: float,
+    max_interval: float,
+    expected: float,
+) -> None:
+    monkeypatch.setattr(Runtime, "start", lambda _: None)
+    app = make_app(dtimer_check_interval=check_interval, dtimer_instance_timeout=10)
+    scheduler = make_scheduler(app, max_interval=max_interval)
+    scheduler.start()
+    assert scheduler._runtime is not None
+    assert scheduler._runtime._loop.step() == expected
+
+
+def test_a_turn_that_sends_says_so_in_one_line(
+    make_app: MakeApp,
+    make_scheduler: MakeScheduler,
+    read_queue: ReadQueue,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = make_app()
+    reader, scheduler, moment = read_queue(app), make_scheduler(app), datetime.now(timezone.utc)
+    DistributedTimer(app).create_timers(
+        {"name": f"t{n}", "schedule": moment, "callback": "record"} for n in range(3)
+    )
+    with caplog.at_level(logging.INFO, "celery_dtimer"):
+        scheduler.start()
+        wait_until(lambda: len(reader.ledger) == 3, "the runs")
+        scheduler.close()
+    (line,) = [line for line in caplog.messages if "dispatched" in line.lower()]
+    assert re.search(r"\bdispatched 3 runs", line, re.IGNORECASE)
+    assert scheduler.instance in line
+
+
+def test_what_was_sent_and_not_committed_is_committed_before_it_leaves(
+    make_app: MakeApp,
+    make_scheduler: MakeScheduler,
+    read_queue: ReadQueue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = make_app()
+    timers, reader, scheduler = DistributedTimer(app), read_queue(app), make_scheduler(app)
+    commit, tries = Store.commit, []
+
+    def commit_at_the_end(store: Store, *args: Any) -> list[int]:
+        tries.append(args)
+        assert scheduler._runtime is not None
+        if not scheduler._runtime._stopped.is_set():
+            raise StoreUnavailableError("no answer")
+        return commit(store, *args)
+
+    monkeypatch.setattr(Store, "commit", commit_at_the_end)
+    timers.create_timer("a", datetime.now(timezone.utc), "record")
+    scheduler.start()
+    wait_until(lambda: len(tries) >= 2, "a commit to fail")
+    assert timers.get_timer("a").total_run_count == 0
+    scheduler.close()
+    assert timers.get_timer("a").total_run_count == 1
+    wait_until(lambda: len(reader.ledger) == 1, "the run")
 
 
 def test_closing_hands_over_and_ends_all_threads(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
+from collections.abc import Callable
 from importlib import resources
 
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from celery_dtimer.errors import FencedError
 from celery_dtimer.model import UNASSIGNED, new_trigger_id
 from celery_dtimer.store import DueTimer, Heartbeat, Moved, Settlement, encode_name, scripts
-from tests.integration.conftest import SECOND, START_MS, Service
+from tests.integration.conftest import SECOND, START_MS, MakeService, Service
+from tests.waiting import wait_until
 
 OVER = 1  # an epoch that nobody holds
 KEEP_MS = 7 * 86_400 * SECOND
@@ -1185,6 +1188,115 @@ def test_commit_of_a_timer_that_another_owns_drops_it(service: Service, epoch: i
     service.set_field(due.id, "owner", "b")
     assert service.commit("a", epoch, service.ran(due)) == [0]
     assert service.store.owned_ids("a") == []
+
+
+# ------------------------------------------------------------------ wake-ups
+
+Act = Callable[[], object]
+
+
+def woken_by(service: Service, act: Act) -> set[str]:
+    """Return the instances that something is published for while ``act`` runs."""
+    channel, end, woken = service.keys("wake", ""), service.keys("wake", "end"), set()
+    pubsub = service.redis.pubsub()
+    pubsub.psubscribe(f"{channel}*")
+    assert pubsub.get_message(timeout=5)
+    act()
+    service.redis.publish(end, "")
+    while (message := pubsub.get_message(timeout=5)) and message["channel"] != end:
+        woken.add(message["channel"].removeprefix(channel))
+    pubsub.close()
+    return woken
+
+
+def upserting(service: Service) -> Act:
+    service.join("b")
+    return lambda: service.add()
+
+
+def triggering(service: Service) -> Act:
+    service.join("b")
+    timer = service.add()
+    return lambda: service.trigger(timer)
+
+
+def resuming(service: Service) -> Act:
+    timer = service.add()
+    service.store.pause(timer.id)
+    service.join("b")
+    return lambda: service.store.resume(timer.id, timer.revision, "paused", START_MS, 0)
+
+
+def reaping(service: Service) -> Act:
+    service.join("a")
+    service.add()
+    epoch = service.join("b")
+    service.let_pass(31, b=epoch)
+    return lambda: service.store.reap("b", epoch)
+
+
+def rebalancing(service: Service) -> Act:
+    epoch = service.join("a")
+    service.add_many(2)
+    service.join("b")
+    return lambda: service.store.rebalance("a", epoch)
+
+
+def leaving_in_batches(service: Service) -> Act:
+    epoch = service.join("a")
+    service.add_many(2)
+    service.join("b")
+    return lambda: service.store.leave("a", epoch, 1)
+
+
+def leaving_with_nothing(service: Service) -> Act:
+    epoch = service.join("a")
+    service.join("b")
+    return lambda: service.store.leave("a", epoch)
+
+
+def committing_without_the_code(service: Service) -> Act:
+    epoch = service.join("a")
+    service.add()
+    service.clock.advance(10)
+    lacking = Settlement(service.due_one("a", epoch), "lacking", delay_ms=1000)
+    service.join("b")
+    return lambda: service.commit("a", epoch, lacking)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        *(upserting, triggering, resuming, reaping, rebalancing),
+        *(leaving_in_batches, leaving_with_nothing, committing_without_the_code),
+    ],
+)
+def test_whoever_is_given_work_is_woken(
+    service: Service, prepare: Callable[[Service], Act]
+) -> None:
+    assert "b" in woken_by(service, prepare(service))
+
+
+def test_listening_wakes_up_once_it_can_hear_and_for_every_wake_up(
+    make_service: MakeService,
+) -> None:
+    service, stopped = make_service(heartbeat_interval=0.3, instance_timeout=2), threading.Event()
+    channel = service.keys("wake", "a")
+    listeners: list[int] = []
+
+    def on_wake_up() -> None:
+        listeners.append(service.redis.pubsub_numsub(channel)[0][1])
+
+    thread = threading.Thread(target=service.store.listen, args=("a", on_wake_up, stopped))
+    thread.start()
+    try:
+        wait_until(lambda: listeners == [1], "a wake-up for what came before")
+        service.redis.publish(channel, "")
+        wait_until(lambda: listeners == [1, 1], "the wake-up")
+    finally:
+        stopped.set()
+        thread.join(5)
+    assert not thread.is_alive()
 
 
 # ------------------------------------------------------------------ declare, undeclare

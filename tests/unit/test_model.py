@@ -25,7 +25,6 @@ from celery_dtimer.model import (
     Run,
     Timer,
     TimerState,
-    check_options,
     check_size,
     check_storable,
     decode_definition,
@@ -38,6 +37,7 @@ from celery_dtimer.model import (
     to_datetime,
     to_ms,
 )
+from celery_dtimer.options import check_options
 from celery_dtimer.schedules import Interval
 
 NOW_MS = 1_750_000_000_000
