@@ -150,6 +150,7 @@ class Runtime:
         identity = Identity(instance, local_host(), os.getpid(), __version__, "confirmed")
         self._woken = threading.Event()
         self._stopped = threading.Event()
+        self._stopping = threading.Lock()
         self._membership = Membership(Store(settings), identity, on_lease=self._woken.set)
         self._store = Store(settings)
         self._listening_store = Store(settings)
@@ -194,6 +195,8 @@ class Runtime:
 
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
+        if not self._stopping.acquire(blocking=False):
+            return  # another call is at it, or was
         until = time.monotonic() + _LEAVE_WITHIN
         lease = self._membership.lease  # it may run out while the loop ends
         self._stopped.set()
@@ -335,12 +338,12 @@ class DistributedScheduler(Scheduler):
         """
         if self._in_tick or self._closed:
             return
-        self._closed = True
         if self._runtime is not None:
             # In a thread that the process waits for: a second signal does not cut it short.
             leaving = threading.Thread(target=self._runtime.stop, name="dtimer-leave")
             leaving.start()
             _join_whatever_comes(leaving)
+        self._closed = True  # only now: a signal on the way here leaves it to the next call
         super().close()
 
     @property

@@ -549,3 +549,43 @@ def test_a_reason_with_any_characters_can_be_stored(service: Service) -> None:
     broken = Settlement(service.due_one("a", epoch), "broken", reason=reason)
     assert service.commit("a", epoch, broken) == [1]
     assert "second line" in service.state(timer.id).reason
+
+
+def test_what_a_router_or_a_lazy_argument_raises_is_not_the_brokers_fault(
+    app: Celery, make_publisher: MakePublisher
+) -> None:
+    """An OSError of the user's code neither drops the connection nor breaks the timer."""
+
+    def router(name: str, *_: Any, **__: Any) -> None:
+        if name == "spoilt":
+            raise TimeoutError("the router's own")
+
+    def fails() -> None:
+        raise ConnectionError("the argument's own")
+
+    app.conf.task_routes = (router,)
+    publisher = make_publisher(app)
+    assert publisher([run_of(1)], ALWAYS) == [None]
+    producer = publisher._producer
+    runs = [
+        run_of(2, task="spoilt"),
+        run_of(3, args=[BeatLazyFunc(fails)], stored=False),
+        run_of(4),
+    ]
+    outcomes = publisher(runs, ALWAYS)
+    assert kinds(outcomes) == [RefusedError, RefusedError, None]
+    assert publisher._producer is producer
+    assert received(app) == ["n1", "n4"]
+
+
+@pytest.mark.parametrize("propagates", [True, False])
+def test_a_task_that_fails_eagerly_does_not_break_its_timer(
+    make_app: MakeApp, make_publisher: MakePublisher, propagates: bool
+) -> None:
+    app = make_app(task_always_eager=True, task_eager_propagates=propagates)
+
+    def fails() -> None:
+        raise RuntimeError("boom")
+
+    a_task(app, "failing", fails)
+    assert make_publisher(app)([run_of(task="failing")], ALWAYS) == [None]

@@ -460,3 +460,116 @@ def test_the_embedded_scheduler_has_the_service_that_was_given(make_app: MakeApp
     assert {each.service for each in timers.get_service_instances()} == {"billing"}
     assert registered(DistributedTimer(app)) == []
     timers.stop()
+
+
+# ------------------------------------------------------------------ what is refused at start
+
+
+def test_a_broker_that_celery_does_not_know_is_refused_at_start(
+    make_app: MakeApp, redis_server: RedisServer
+) -> None:
+    app = make_app(broker_url="foo://x", dtimer_redis_url=redis_server.url)
+    with pytest.raises(SettingsError, match=r"broker_url.*foo"):
+        DistributedScheduler(app)
+
+
+def test_options_that_redis_does_not_take_are_refused_at_start(make_app: MakeApp) -> None:
+    with pytest.raises(SettingsError, match="dtimer_redis_options"):
+        DistributedScheduler(make_app(dtimer_redis_options={"no_such_option": 1}))
+
+
+# ------------------------------------------------------------------ embedded
+
+
+def test_a_forked_child_does_not_take_its_parents_scheduler_for_its_own(make_app: MakeApp) -> None:
+    timers = DistributedTimer(make_app())
+    timers.start()
+    try:
+        wait_until(lambda: registered(timers), "the instance to register")
+        before = [(each.id, each.epoch) for each in timers.get_service_instances()]
+        pid = os.fork()
+        if pid == 0:
+            timers.stop()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert [(each.id, each.epoch) for each in timers.get_service_instances()] == before
+    finally:
+        timers.stop()
+
+
+def test_a_scheduler_that_has_failed_is_started_anew(make_app: MakeApp) -> None:
+    timers = DistributedTimer(make_app())
+    first = timers.start()
+    try:
+        assert timers.start() == first
+        timers._scheduler._runtime.failure = RuntimeError("made up")  # type: ignore[union-attr]
+        second = timers.start()
+        assert second != first
+        wait_until(lambda: registered(timers) == [second], "the second alone to be registered")
+    finally:
+        timers.stop()
+
+
+def test_the_first_service_named_for_an_app_is_that_of_its_beats(make_app: MakeApp) -> None:
+    app = make_app(dtimer_service=None)
+    DistributedTimer(app, service="orders")
+    DistributedTimer(app, service="another view")
+    assert DistributedScheduler(app).settings.service == "orders"
+
+
+def test_interrupting_a_hand_over_again_and_again_does_not_cut_it_short(
+    make_app: MakeApp, make_scheduler: MakeScheduler
+) -> None:
+    app = make_app()
+    timers = DistributedTimer(app)
+    timers.create_timer("a", 100, "record")
+    scheduler = make_scheduler(app)
+    scheduler.start()
+    wait_until(lambda: owners(timers) == {"a": scheduler.instance}, "the timer to be owned")
+    main = threading.get_ident()
+
+    def interrupt(*_: object) -> None:
+        scheduler.close()  # as Celery's handler does
+        raise SystemExit
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    senders = [
+        threading.Timer(delay, signal.pthread_kill, [main, signal.SIGUSR1])
+        for delay in (0.0, 0.001, 0.002, 0.003)
+    ]
+    for _ in range(len(senders) + 1):
+        try:
+            for sender in senders:
+                if sender.ident is None:
+                    sender.start()
+            scheduler.close()
+            for sender in senders:
+                sender.join()
+        except SystemExit:
+            continue
+        break
+    signal.signal(signal.SIGUSR1, before)
+    assert owners(timers) == {"a": None}
+    assert registered(timers) == []
+
+
+# ------------------------------------------------------------------ eviction
+
+
+@pytest.mark.parametrize(("policy", "warned"), [("allkeys-lru", True), ("noeviction", False)])
+def test_a_server_that_evicts_is_warned_of(
+    fresh_redis: Any,
+    caplog: pytest.LogCaptureFixture,
+    make_scheduler: MakeScheduler,
+    make_app: MakeApp,
+    policy: str,
+    warned: bool,
+) -> None:
+    server = fresh_redis("--maxmemory", "100mb", "--maxmemory-policy", policy)
+    app = make_app(broker_url=server.url)
+    scheduler = make_scheduler(app)
+    with caplog.at_level(logging.WARNING, "celery_dtimer"):
+        scheduler.start()
+        wait_until(lambda: registered(DistributedTimer(app)), "the instance to register")
+        scheduler.close()
+    assert ("maxmemory-policy" in caplog.text) is warned

@@ -200,3 +200,24 @@ def test_the_options_are_a_copy() -> None:
     settings = settings_of(dtimer_redis_options=options)
     options["client_name"] = "b"
     assert settings.redis_options == {"client_name": "a"}
+
+
+@pytest.mark.parametrize("name", ["dtimer_hartbeat_interval", "dtimer_", "DTIMER_URL"])
+def test_a_misspelt_setting_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name} is not a setting.*dtimer_heartbeat_interval"):
+        settings_of(**{name: 1})
+
+
+def test_a_misspelt_setting_is_refused_in_a_namespace() -> None:
+    app = an_app()
+    app.config_from_object(
+        {"CELERY_BROKER_URL": URL, "CELERY_DTIMER_SERVISE": 1}, namespace="CELERY"
+    )
+    with pytest.raises(SettingsError, match="CELERY_DTIMER_SERVISE"):
+        Settings.from_app(app)
+
+
+def test_a_database_is_a_number() -> None:
+    with pytest.raises(SettingsError, match="numbers as port and database"):
+        settings_of(dtimer_redis_url="redis://localhost/abc")
+    assert settings_of(dtimer_redis_url="redis://localhost/15").redis_url.endswith("/15")
