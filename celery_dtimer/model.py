@@ -290,26 +290,26 @@ FINISHED = "finished"
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """A timer as its users see it."""
+    """A timer as its users see it; its times are in UTC."""
 
     id: str
     name: str
     description: str
-    schedule: schedules.Schedule | None
+    schedule: schedules.Schedule | None  #: None when it can not be read
     task: str
     args: list[Any]
     kwargs: dict[str, Any]
     options: dict[str, Any]
     status: Status
-    instance: str | None
-    next_run_at: datetime | None
-    last_run_at: datetime | None
+    instance: str | None  #: the id of the instance that owns it
+    next_run_at: datetime | None  #: None unless it is active
+    last_run_at: datetime | None  #: the scheduled moment of its last run
     total_run_count: int
-    skipped: int
-    revision: str
+    skipped: int  #: moments that had no run of their own: missed or paused
+    revision: str  #: equal definitions have equal ones
     created_at: datetime
-    source: str | None = None
-    reason: str | None = None
+    source: str | None = None  #: the app that declares it, when it is static
+    reason: str | None = None  #: why it is broken, or "finished" when a one-shot has run
 
     @classmethod
     def from_stored(cls, state: TimerState, blob: str | None) -> Timer:
@@ -421,19 +421,19 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One running beat process, or embedded scheduler, of a service."""
+    """One running beat process, or embedded scheduler, of a service; its times are in UTC."""
 
     id: str
     service: str
     host: str
-    port: int
-    status: str
-    epoch: int
+    port: int  #: its pid: it listens on none
+    status: str  #: active or leaving
+    epoch: int  #: the number of its registration
     started_at: datetime
     heartbeat_at: datetime
     version: str
-    dispatch: str
-    timers: int
-    sent: int
+    dispatch: str  #: the mode in force
+    timers: int  #: how many it owns
+    sent: int  #: runs since it registered, as are the next two
     skipped: int
-    refused: int
+    refused: int  #: messages that were not sent and are tried again

@@ -59,6 +59,8 @@ class DistributedTimer:
 
     Raises (every method that contacts Redis):
         StoreUnavailableError: Redis could not be reached in time.
+        StoreError: Redis refused, for lack of a permission say.
+        EmbeddedServerError: the embedded server could not be started.
         SettingsError: a setting cannot be used.
     """
 
@@ -117,8 +119,7 @@ class DistributedTimer:
             schedule: declares a static timer of that name, which every beat of the app creates
                 once.
             **options: further options of the Celery task; with a schedule, ``args``, ``kwargs``,
-            ``timezone`` and
-                ``description`` are the timer's.
+                ``timezone`` and ``description`` are the timer's.
 
         Raises:
             InvalidTimerError: another callback has the short name, or the function takes no timer.
@@ -209,10 +210,11 @@ class DistributedTimer:
             timezone: the zone of a crontab, by default the app's.
             description: shown to people.
             **options: what ``apply_async`` takes: queue, priority, expires (seconds from the
-            sending), headers, ...
+                sending), headers, ...
 
         Raises:
             InvalidTimerError: something cannot be used; nothing was stored.
+            ConflictError: others kept changing the timer.
         """
         definition = self._definition(
             name,
