@@ -24,7 +24,7 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_check_interval": 1,
     "dtimer_failure_check_interval": 10,
     "dtimer_instance_timeout": 30,
-    "dtimer_batch_size": 500,
+    "dtimer_batch_size": 250,
     "dtimer_dispatch": "auto",
     "dtimer_keep_finished": timedelta(days=7),
 }
@@ -47,7 +47,7 @@ class Settings:
     check_interval: float = 1.0
     failure_check_interval: float = 10.0
     instance_timeout: float = 30.0
-    batch_size: int = 500
+    batch_size: int = 250
     dispatch: str = "auto"
     keep_finished: float = 7 * 86400.0
 

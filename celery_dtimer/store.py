@@ -60,7 +60,7 @@ from celery_dtimer.model import (
 from celery_dtimer.settings import Settings
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
-BATCH = 100
+BATCH = 50
 _BATCH_BYTES = MAX_DEFINITION_BYTES
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
 _LONGEST_PAUSE = 0.05  # seconds between two of them

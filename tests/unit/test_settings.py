@@ -36,7 +36,7 @@ def test_an_app_without_settings_gets_the_defaults() -> None:
     assert settings.check_interval == 1
     assert settings.failure_check_interval == 10
     assert settings.instance_timeout == 30
-    assert settings.batch_size == 500
+    assert settings.batch_size == 250
     assert settings.dispatch == "auto"
     assert settings.keep_finished == timedelta(days=7).total_seconds()
     assert settings.call_timeout == 10
