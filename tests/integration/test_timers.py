@@ -49,7 +49,8 @@ class Timers(DistributedTimer):
         """Commit a run of everything that is due, as a beat would; return the timers' ids."""
         if not self._epoch:
             self._epoch = self.store.register("beat", {}).epoch
-            self.store.reap("beat", self._epoch)
+            while self.store.reap("beat", self._epoch).more:
+                pass
         due = self.store.due("beat", self._epoch, 100).timers
         settlements = [self._ran(timer) for timer in due]
         self._commits += 1
