@@ -475,8 +475,7 @@ class Store:
         if self._clock is not None:
             return self._clock()
         with self._errors():
-            seconds, micros = self.client.time()
-        return int(seconds) * 1000 + int(micros) // 1000
+            return _time_ms(self.client.time())
 
     def save(
         self,
@@ -572,6 +571,8 @@ class Store:
 
     def states(self, ids: Sequence[str]) -> tuple[int, list[TimerState | None]]:
         """Return the server's time and each timer's state; None for one that is not there."""
+        if not ids:
+            return self.now_ms(), []
         rows: list[object] = []
         for batch in _chunks(ids, 1000):
             with self._errors():
@@ -579,8 +580,11 @@ class Store:
                 pipe = client.pipeline(transaction=False)
                 for id in batch:
                     pipe.hgetall(self.keys("timer", id))
-                rows += _readable(pipe.execute(raise_on_error=False))
-        return self.now_ms(), [_state(id, row) for id, row in zip(ids, rows, strict=True)]
+                pipe.time()
+                *found, time_read = _readable(pipe.execute(raise_on_error=False))
+                rows += found
+        now_ms = self._clock() if self._clock is not None else _time_ms(time_read)
+        return now_ms, [_state(id, row) for id, row in zip(ids, rows, strict=True)]
 
     def timers(self, ids: Sequence[str]) -> list[Timer]:
         """Return those of the timers that are there."""
@@ -727,6 +731,12 @@ def _upsert_arguments(
         definition.blob,
         int(state is not None and state.is_finished),
     )
+
+
+def _time_ms(answer: tuple[int, int]) -> int:
+    """Return what TIME answers, seconds and microseconds, in ms."""
+    seconds, micros = answer
+    return int(seconds) * 1000 + int(micros) // 1000
 
 
 def _readable(answers: list[Any]) -> list[Any]:
