@@ -17,10 +17,10 @@ OLDEST := celery==5.5.0 redis==5.2.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test failover lint demo bench matrix build clean
+.PHONY: help venv test failover lint demo bench bench-large matrix build clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 21
 
 venv: $(VENV)/.installed ## Make .venv with all that development needs
 
@@ -39,8 +39,11 @@ lint: $(VENV)/.installed ## Check format, style, types and imports
 demo: $(DEMO_VENV)/.installed ## See beats share timers, and survive a kill -9 (a minute)
 	@$(DEMO_VENV)/bin/python -m example_project.demo $(ARGS)
 
-bench: $(VENV)/.bench ## Measure beside Celery beat and redbeat
-	$(VENV)/bin/python -m tests.benchmarks $(ARGS)
+bench: $(VENV)/.bench ## Measure beside Celery beat, redbeat and BullMQ
+	$(VENV)/bin/python -m tests.benchmarks $(if $(ARGS),$(ARGS),--chart docs/benchmarks.svg)
+
+bench-large: $(VENV)/.bench ## Measure with 1,000,000 timers
+	$(VENV)/bin/python -m tests.benchmarks --only stored_large all_due_large --rounds 1 $(ARGS)
 
 matrix: ## Run the tests on several Pythons, with old libraries and with new ones
 	@for version in $(MATRIX); do \
@@ -63,7 +66,7 @@ build: $(VENV)/.installed ## Build the wheel and the source distribution into di
 	$(VENV)/bin/python -m build
 
 clean: ## Remove all that the other commands have made
-	rm -rf $(VENV) $(DEMO_VENV) $(MATRIX_VENV) .demo build dist
+	rm -rf $(VENV) $(DEMO_VENV) $(MATRIX_VENV) .demo .bench build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,13 +1,12 @@
 """One pass of firing: read what is due, decide, publish, commit.
 
-A run is published before it is committed, so that it is late rather than lost. Each timer is
-committed only if it is still as it was read; a commit that is refused although the message is out
-leaves ``last_sent`` behind, and whoever owns the timer then advances it without sending. Only a
-death or a lost lease between publish and commit, or a broker whose answer is lost, sends a run
-again, with the same task id.
+Each timer is committed only if it is still as it was read. With *atomic* dispatch its message is
+pushed by the commit itself: a run is enqueued exactly once, whoever dies when.
 
-Not promised here: that a message is sent once. That needs the broker's write in the commit's
-script.
+With *confirmed* dispatch a run is published before it is committed, so that it is late rather than
+lost. A commit that is refused although the message is out leaves ``last_sent`` behind, and whoever
+owns the timer then advances it without sending. Only a death or a lost lease between publish and
+commit, or a broker whose answer is lost, sends a run again, with the same task id.
 """
 
 from __future__ import annotations
@@ -16,29 +15,92 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from celery_dtimer import policy
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
+from celery_dtimer.faults import point
 from celery_dtimer.model import Definition, Lease, Run, decode_definition
-from celery_dtimer.publisher import BrokerDownError, Outcome, RefusedError, UnsendableError
-from celery_dtimer.store import BATCH, COMMIT_REFUSALS, COMMITTED, DueTimer, Settlement, Store
+from celery_dtimer.publisher import (
+    BrokerDownError,
+    Failure,
+    Outcome,
+    RefusedError,
+    UnsendableError,
+)
+from celery_dtimer.store import (
+    COMMIT_REFUSALS,
+    COMMITTED,
+    PUSH_REFUSED,
+    Committed,
+    DueTimer,
+    Link,
+    Message,
+    Settlement,
+    Store,
+    Turn,
+    UnlinkedError,
+    is_forbidden,
+    is_passing,
+)
 
 logger = logging.getLogger(__name__)
 
-_CACHED_DEFINITIONS = 20_000
-_CACHED_BYTES = 32 * 1024 * 1024  # of definitions as they are stored
+_CACHED_DEFINITIONS = 150_000
+_CACHED_BYTES = 64 * 1024 * 1024  # of definitions as they are stored
 _LACKING_MS = 1000  # until another instance looks at a timer whose code this one lacks
 _COMMIT_TRIES = 2  # the second is for a reply that was lost
+_LONGEST_PASS = 0.25  # seconds after which a pass that finds more and more ends
+_COMMIT_BYTES = 1024 * 1024  # of messages that one commit pushes, so that its script stays short
+_STOLEN = 100  # timers that are taken over at once from an instance that lags
 
 
 class LackingError(InvalidTimerError):
     """A timer needs code that this instance does not have: it goes to another."""
 
 
-#: Sends runs to the broker and answers for each; the second argument is asked before each send. The
-#: answer is shorter than the runs when it was no, or when time ran out: the rest was not sent.
-Publish = Callable[[Sequence[Run], Callable[[], bool]], list[Outcome]]
+class Broker(Protocol):
+    """What the dispatcher needs of a publisher."""
+
+    def __call__(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
+        """Send runs; the answer is shorter when sending was not allowed, or the broker is down."""
+
+    def build(self, runs: Sequence[Run]) -> list[Message | Failure]:
+        """Return each run's message; the answer is shorter when the broker is down."""
+
+
+class Mode(Protocol):
+    """Says for each batch whether its commit may push the messages."""
+
+    def link(self) -> Link | None:
+        """Return the proof that a commit takes; None when messages are to be published first."""
+
+    def is_known(self) -> bool:
+        """Say whether it is known that messages are to be published first, when there is no link."""
+
+    def doubt(self) -> None:
+        """Check anew before the next batch."""
+
+    def refuse(self, reason: str) -> None:
+        """Publish first from now on."""
+
+
+class Confirmed:
+    """The mode in which messages are always published before the commit."""
+
+    def link(self) -> None:
+        """Return None."""
+
+    def is_known(self) -> bool:
+        """Return True."""
+        return True
+
+    def doubt(self) -> None:
+        """Nothing is in doubt."""
+
+    def refuse(self, reason: str) -> None:
+        """It is so already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +115,26 @@ class Pass:
     broker_down: bool = False
 
 
+@dataclass(slots=True)
+class _Tally:
+    """What a pass has done so far."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    broker_down: bool = False
+    is_cut_short: bool = False  # due timers were left, or are to be read anew
+
+
 class Dispatcher:
     """Fires the timers of one instance; `step` is one pass."""
 
     def __init__(
         self,
         store: Store,
-        publish: Publish,
+        broker: Broker,
         *,
         bound: Mapping[str, Definition],
         may_send: Callable[[Lease], bool],
+        mode: Mode | None = None,
         on_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,25 +142,30 @@ class Dispatcher:
 
         Args:
             store: on a connection of its own.
-            publish: sends a batch of runs.
+            broker: builds and sends messages.
             bound: by name, the definitions whose arguments only the code has.
             may_send: says whether a lease still holds; asked before every batch.
+            mode: says for each batch whether its commit pushes the messages; by default it never
+                does.
             on_progress: called after every batch and commit.
             clock: monotonic seconds.
         """
         self._store = store
-        self._publish = publish
+        self._broker = broker
         self._bound = bound
         self._may_send = may_send
+        self._mode: Mode = mode or Confirmed()
         self._on_progress = on_progress
         self._clock = clock
+        self._limit = store.settings.batch_size
         self._definitions: OrderedDict[str, tuple[str, Definition, int]] = OrderedDict()
         self._cached_bytes = 0
         self._sequence = 0
         self._unsettled: list[Settlement] = []
+        self._link: Link | None = None  # of what is not settled
 
     def step(self, lease: Lease) -> Pass:
-        """Dispatch up to a batch of due timers.
+        """Dispatch what is due, for a quarter of a second at most.
 
         Raises:
             FencedError: the lease's epoch is over; what was sent and not committed is remembered in
@@ -96,106 +173,188 @@ class Dispatcher:
             StoreError: Redis did not answer, or refused; what was sent is committed by the next
                 pass.
         """
-        self.settle(lease)
+        tally = _Tally()
+        self._settle(lease, tally)
         started = self._clock()
-        turn = self._store.due(lease.instance, lease.epoch, self._store.settings.batch_size)
+        link = self._mode.link()
+        turn: Turn | None = self._read(lease, link)
+        while turn is not None and turn.timers:
+            turn = self._dispatch(lease, turn, link, tally)
+            if tally.is_cut_short or self._clock() - started > _LONGEST_PASS:
+                break
+            before, link = link, self._mode.link()
+            if link is None and before is not None:
+                turn = None  # it was not noted as in flight, for what is published first
+        counts = tally.counts
+        return Pass(
+            sent=counts["run"],
+            set_aside=counts["broken"] + counts["unreadable"] + counts["missing"],
+            postponed=counts["refused"] + counts["lacking"],
+            more=turn is None or bool(turn.timers),
+            next_in=None if turn is None else _seconds_to_next(turn),
+            broker_down=tally.broker_down,
+        )
+
+    def settle(self, lease: Lease) -> None:
+        """Commit what was published and not committed yet."""
+        self._settle(lease, _Tally())
+
+    def _read(self, lease: Lease, link: Link | None) -> Turn:
+        """Read what is due; when nothing is, take over from an instance that lags."""
+        point("before_due")
+        turn = self._store.due(lease.instance, lease.epoch, self._limit, marks=link is None)
         if turn.heartbeat_ms < lease.heartbeat_ms:
             self._store.close()
             raise StoreUnavailableError(
                 "Redis knows an older heartbeat than was confirmed: another server answers"
             )
-        counts: Counter[str] = Counter()
-        looks_ms, untried = [turn.next_ms], len(turn.timers)
-        broker_down = False
-        for start in range(0, len(turn.timers), BATCH):
-            batch = turn.timers[start : start + BATCH]
-            settlements, broker_down = self._dispatch(lease, turn.now_ms, batch)
-            counts.update(settlement.done for settlement in settlements)
-            untried -= len(settlements)
-            looks_ms += [_next_look_ms(settlement, turn.now_ms) for settlement in settlements]
-            if broker_down or not self._may_send(lease):
-                break
-        next_ms = min((ms for ms in looks_ms if ms is not None), default=None)
-        next_in = None
-        if next_ms is not None:
-            next_in = (next_ms - turn.now_ms) / 1000 - (self._clock() - started)
-        return Pass(
-            sent=counts["run"],
-            set_aside=counts["broken"] + counts["unreadable"] + counts["missing"],
-            postponed=counts["refused"] + counts["lacking"],
-            more=untried > 0 or len(turn.timers) >= self._store.settings.batch_size,
-            next_in=next_in,
-            broker_down=broker_down,
-        )
-
-    def settle(self, lease: Lease) -> None:
-        """Commit what was published and not committed yet."""
-        if not self._unsettled:
-            return
-        waiting = self._unsettled
-        for tries_left in reversed(range(_COMMIT_TRIES)):
-            try:
-                codes = self._store.commit(lease.instance, lease.epoch, self._sequence, waiting)
-                break
-            except FencedError:
-                self._unsettled = []
-                raise
-            except StoreUnavailableError:
-                if not tries_left:
-                    raise
-        self._unsettled = []
-        self._sequence += 1
-        self._on_progress()
-        for settlement, code in zip(waiting, codes, strict=True):
-            if code != COMMITTED:
-                logger.info(
-                    "Timer %s: %s was not committed: %s",
-                    settlement.timer.id,
-                    settlement.done,
-                    COMMIT_REFUSALS[code],
-                )
+        lag_ms = round(self._store.settings.lag_limit * 1000)
+        if turn.elsewhere_ms is None or turn.now_ms - turn.elsewhere_ms <= lag_ms:
+            return turn
+        moved = self._store.steal(lease.instance, lease.epoch, lag_ms, _STOLEN)
+        if not moved.count:
+            return turn
+        logger.info("Took %s overdue timers over from an instance that lags", moved.count)
+        return self._store.due(lease.instance, lease.epoch, self._limit, marks=link is None)
 
     # -- one batch
 
-    def _dispatch(
-        self, lease: Lease, now_ms: int, timers: Sequence[DueTimer]
-    ) -> tuple[list[Settlement], bool]:
-        """Publish and commit a batch; return what was done, and whether the broker is down."""
-        definitions = self._definitions_of(timers)
+    def _dispatch(self, lease: Lease, turn: Turn, link: Link | None, tally: _Tally) -> Turn | None:
+        """Publish and commit a batch; return the next one, None when it was not read."""
+        definitions = self._definitions_of(turn.timers)
         settled: list[Settlement] = []
-        runs: list[tuple[Settlement, Run]] = []
-        for timer in timers:
-            definition = definitions[timer.id]
-            settlement = _decide(timer, definition, now_ms)
-            if settlement.done == "run" and not timer.is_sent:
-                assert isinstance(definition, Definition)  # noqa: S101 - else it would not run
-                runs.append((settlement, self._run(lease, timer, definition)))
-            else:
-                settled.append(settlement)
+        planned: list[Settlement] = []
+        for timer in turn.timers:
+            settlement = _decide(timer, definitions[timer.id], turn.now_ms)
+            goes_out = settlement.done == "run" and not timer.is_sent
+            (planned if goes_out else settled).append(settlement)
+        runs = [self._run(lease, each.timer, definitions[each.timer.id]) for each in planned]
+        point("between_due_and_publish")
         if not self._may_send(lease):
-            return [], False
-        outcomes: list[Outcome] = []
-        if runs:
-            outcomes = self._publish([run for _, run in runs], lambda: self._may_send(lease))
-        for (settlement, run), outcome in zip(runs, outcomes, strict=False):
-            settled.extend(_settle(settlement, run, outcome))
-        _warn_of_refusals([run for _, run in runs], outcomes)
-        self._unsettled = settled
+            tally.is_cut_short = True
+            return None
+        outcomes = self._publish(lease, runs, link)
+        for plan, run, outcome in zip(planned, runs, outcomes, strict=False):
+            settled.extend(_settle(plan, run, outcome))
+        self._unsettled, self._link = settled, link
         self._on_progress()
-        self.settle(lease)
-        return settled, any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
+        tally.broker_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
+        tally.is_cut_short = len(outcomes) < len(runs) or tally.broker_down
+        point("between_publish_and_commit")
+        following = self._settle(lease, tally, limit=self._limit)
+        point("after_commit")
+        _log(runs, outcomes)
+        return following
 
-    def _run(self, lease: Lease, timer: DueTimer, definition: Definition) -> Run:
+    def _publish(
+        self, lease: Lease, runs: Sequence[Run], link: Link | None
+    ) -> Sequence[Outcome | Message]:
+        """Hand runs to the broker, or return their messages for the commit to do so."""
+        if not runs:
+            return []
+        if link is not None:
+            return self._broker.build(runs)
+        if not self._mode.is_known():
+            return [BrokerDownError("whether the commit may push is not known yet")]
+        return self._broker(runs, lambda: self._may_send(lease))
+
+    def _run(
+        self, lease: Lease, timer: DueTimer, definition: Definition | InvalidTimerError | None
+    ) -> Run:
+        assert isinstance(definition, Definition)  # noqa: S101 - else it would not be sent
         return Run(
-            service=self._store.settings.service,
-            instance=lease.instance,
-            timer_id=timer.parent or timer.id,
-            identity=timer.id,
-            created_ms=int(timer.created),
-            scheduled_ms=timer.due_ms,
-            number=timer.runs + 1,
-            definition=definition,
+            self._store.settings.service,
+            lease.instance,
+            timer.parent or timer.id,
+            timer.id,
+            int(timer.created),
+            timer.due_ms,
+            timer.run_number,
+            definition,
         )
+
+    # -- commit
+
+    def _settle(self, lease: Lease, tally: _Tally, limit: int = 0) -> Turn | None:
+        """Commit what is unsettled, and read up to ``limit`` due timers after it."""
+        following = None
+        while self._unsettled:
+            batch = _first_of(self._unsettled)
+            is_last = len(batch) == len(self._unsettled)
+            committed = self._commit(lease, batch, limit if is_last else 0, tally)
+            del self._unsettled[: len(batch)]
+            if committed is None:
+                continue
+            following = committed.turn
+            self._sequence += 1
+            self._on_progress()
+            refused = self._look_at(batch, committed, tally)
+            if refused:
+                self._unsettled += refused
+                tally.is_cut_short = True
+        return None if tally.is_cut_short else following
+
+    def _commit(
+        self, lease: Lease, batch: Sequence[Settlement], limit: int, tally: _Tally
+    ) -> Committed | None:
+        """Commit a batch, twice when the first reply is lost; return None when it may not push."""
+        for tries_left in reversed(range(_COMMIT_TRIES)):
+            try:
+                return self._store.commit(
+                    lease.instance,
+                    lease.epoch,
+                    self._sequence,
+                    batch,
+                    limit=limit,
+                    link=self._link,
+                )
+            except FencedError:
+                self._unsettled = []
+                raise
+            except UnlinkedError as exc:
+                logger.warning("%s runs wait: %s", len(batch), exc)
+                self._mode.doubt()
+                tally.is_cut_short = True
+                return None
+            except StoreUnavailableError:
+                if not tries_left:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _look_at(
+        self, batch: Sequence[Settlement], committed: Committed, tally: _Tally
+    ) -> list[Settlement]:
+        """Count and announce what was committed; return what is to be put off."""
+        errors = iter(committed.errors)
+        refused: list[Settlement] = []
+        unsettled: list[str] = []
+        for settlement, code in zip(batch, committed.codes, strict=True):
+            message = settlement.message
+            if code == COMMITTED:
+                if message is not None and message.published is not None:
+                    message.published()
+            elif code == PUSH_REFUSED:
+                refused.extend(self._refused_push(settlement.timer, next(errors), tally))
+                continue
+            else:
+                unsettled.append(f"{settlement.timer.id} ({COMMIT_REFUSALS[code]})")
+                if message is not None:
+                    continue
+            tally.counts[settlement.done] += 1
+        if unsettled:
+            logger.info("%s timers were not committed: %s ...", len(unsettled), unsettled[0])
+        return refused
+
+    def _refused_push(self, timer: DueTimer, error: str, tally: _Tally) -> Iterator[Settlement]:
+        """Yield what is to be committed for a timer whose message Redis did not take."""
+        logger.debug("Timer %s: its message was refused: %s", timer.id, error)
+        if is_passing(error):
+            tally.broker_down = tally.is_cut_short = True
+        elif is_forbidden(error):
+            self._mode.refuse(f"the timers' Redis user may not push: {error}")
+            tally.is_cut_short = True
+        else:
+            yield Settlement(timer, "refused", delay_ms=_delay_ms(timer))
 
     # -- definitions
 
@@ -215,13 +374,14 @@ class Dispatcher:
         readable = [timer for timer in unknown if timer.is_readable]
         blobs = self._store.definitions([timer.id for timer in readable])
         read = {
-            timer.id: self._read(timer, blob) for timer, blob in zip(readable, blobs, strict=True)
+            timer.id: self._decoded(timer, blob)
+            for timer, blob in zip(readable, blobs, strict=True)
         }
         for timer in unknown:
             found[timer.id] = read.get(timer.id, _unreadable(timer))
         return found
 
-    def _read(self, timer: DueTimer, blob: str | None) -> Definition | InvalidTimerError:
+    def _decoded(self, timer: DueTimer, blob: str | None) -> Definition | InvalidTimerError:
         if blob is None:
             return InvalidTimerError("its definition is gone")
         try:
@@ -245,9 +405,22 @@ class Dispatcher:
             self._cached_bytes -= dropped
 
 
-def _next_look_ms(settlement: Settlement, now_ms: int) -> int | None:
-    """Return when a timer that was settled now is to be looked at again."""
-    return now_ms + settlement.delay_ms if settlement.delay_ms else settlement.next_due_ms
+def _seconds_to_next(turn: Turn) -> float | None:
+    """Return when the first timer behind a read is to be looked at."""
+    if turn.next_ms is None:
+        return None
+    return (turn.next_ms - turn.now_ms) / 1000 - turn.micros / 1_000_000
+
+
+def _first_of(settlements: list[Settlement]) -> list[Settlement]:
+    """Return those that one commit takes: a message of more than its bytes goes alone."""
+    size = 0
+    for count, settlement in enumerate(settlements):
+        if settlement.message is not None:
+            size += sum(len(str(value)) for value in settlement.message.values)
+            if size > _COMMIT_BYTES and count:
+                return settlements[:count]
+    return settlements[:]
 
 
 def _unreadable(timer: DueTimer) -> InvalidTimerError | None:
@@ -284,32 +457,35 @@ def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
     return Settlement(timer, "broken" if timer.is_readable else "unreadable", reason=str(why))
 
 
-def _warn_of_refusals(runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
+def _log(runs: Sequence[Run], outcomes: Sequence[Outcome | Message]) -> None:
     """Log the refusals of a batch in one line, since they mostly have one reason."""
     pairs = zip(runs, outcomes, strict=False)
     refused = [(run, outcome) for run, outcome in pairs if isinstance(outcome, RefusedError)]
     if refused:
-        run, outcome = refused[0]
-        name = shown(run.definition.name)
-        logger.warning("%s messages not sent, tried again; %s: %s", len(refused), name, outcome)
+        first, why = refused[0]
+        name = shown(first.definition.name)
+        logger.warning("%s messages not sent, tried again; %s: %s", len(refused), name, why)
+    if logger.isEnabledFor(logging.DEBUG):
+        for run, outcome in zip(runs, outcomes, strict=False):
+            if outcome is None or isinstance(outcome, Message):
+                name, task = shown(run.definition.name), run.definition.task
+                at, id = run.header["scheduled_at"], run.task_id
+                logger.debug("Sent %s (%s) scheduled at %s as task %s", name, task, at, id)
 
 
-def _settle(planned: Settlement, run: Run, outcome: Outcome) -> Iterator[Settlement]:
+def _settle(planned: Settlement, run: Run, outcome: Outcome | Message) -> Iterator[Settlement]:
     """Yield what is to be committed for a run: nothing when the broker is down."""
-    timer, name = planned.timer, shown(run.definition.name)
-    if outcome is None:
-        logger.debug(
-            "Sent %s (%s) scheduled at %s as task %s",
-            name,
-            run.definition.task,
-            run.header["scheduled_at"],
-            run.task_id,
-        )
+    if isinstance(outcome, Message):
+        yield planned.pushing(outcome) if outcome.targets else planned
+    elif outcome is None:
         yield planned
     elif isinstance(outcome, RefusedError):
-        delay_ms = round(policy.retry_delay(timer.attempts) * 1000)
-        logger.debug("Timer %s: not sent, next try in %s ms: %s", name, delay_ms, outcome)
-        yield Settlement(timer, "refused", delay_ms=delay_ms)
+        yield Settlement(planned.timer, "refused", delay_ms=_delay_ms(planned.timer))
     elif isinstance(outcome, UnsendableError):
+        name = shown(run.definition.name)
         logger.error("Timer %s is broken and set aside: %s", name, outcome)
-        yield Settlement(timer, "broken", reason=str(outcome))
+        yield Settlement(planned.timer, "broken", reason=str(outcome))
+
+
+def _delay_ms(timer: DueTimer) -> int:
+    return round(policy.retry_delay(timer.refusals) * 1000)

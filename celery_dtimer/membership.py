@@ -16,6 +16,11 @@ does not.
 
 Not promised: that an instance which lost its timers knows it at once. That is what the epoch and
 the commit's comparison are for.
+
+The loop also reports how it dispatches and whether its broker works; the instance's hash says so.
+An instance without a broker keeps its heartbeats and its timers, until its broker has been down for
+`Settings.give_up_after` and another instance says that its own works: then it gives its timers up,
+stays registered, and gets its share again once its broker is back.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from celery_dtimer.errors import DistributedTimerError, FencedError
+from celery_dtimer.faults import point
 from celery_dtimer.model import Lease
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Heartbeat, Moved, Store
@@ -56,7 +62,7 @@ class Identity:
     host: str
     port: int
     version: str
-    dispatch: str
+    dispatch: str = ""  #: the mode in force, when it is known before the loop reports it
 
     def fields(self, service: str) -> dict[str, str | int]:
         """Return the fields of the instance's hash."""
@@ -65,7 +71,31 @@ class Identity:
             "host": self.host,
             "port": self.port,
             "version": self.version,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the loop of an instance says of its dispatch and its broker."""
+
+    dispatch: str = ""
+    dispatch_reason: str = ""
+    broker: str = ""  #: up, down, or "" before it is known
+    down_since: float | None = None  #: by the membership's clock
+
+    def with_broker(self, is_up: bool, now: float) -> Report:
+        """Return the report with what is known of the broker; an outage keeps its start."""
+        broker = "up" if is_up else "down"
+        if broker == self.broker:
+            return self
+        return replace(self, broker=broker, down_since=None if is_up else now)
+
+    def fields(self) -> dict[str, str]:
+        """Return the fields of the instance's hash."""
+        return {
             "dispatch": self.dispatch,
+            "dispatch_reason": self.dispatch_reason,
+            "broker": self.broker,
         }
 
 
@@ -104,6 +134,8 @@ class Membership:
         self._next_check = 0.0
         self._scrub_position = 0
         self._must_rebalance = False
+        self._reporting = threading.Lock()
+        self._report = self._stored_report = Report(identity.dispatch)
         #: Set when a step is due before its time.
         self.attention = threading.Event()
 
@@ -129,6 +161,21 @@ class Membership:
         self._refused_epoch = max(self._refused_epoch, epoch)
         self.attention.set()
 
+    def report_dispatch(self, mode: str, reason: str) -> None:
+        """Note the mode of dispatch that is in force, and why."""
+        with self._reporting:
+            self._keep_report(replace(self._report, dispatch=mode, dispatch_reason=reason))
+
+    def report_broker(self, is_up: bool) -> None:
+        """Note whether the broker works."""
+        with self._reporting:
+            self._keep_report(self._report.with_broker(is_up, self._clock()))
+
+    def _keep_report(self, report: Report) -> None:
+        if report != self._report:
+            self._report = report
+            self.attention.set()
+
     # -- what the thread does
 
     def step(self) -> float:
@@ -142,12 +189,16 @@ class Membership:
         heartbeat = self._renew()
         if heartbeat is None:
             return 0.0
+        point("in_the_heartbeat")
+        self._store_report()
+        until_give_up = self._give_up()
         started = self._clock()
         until_expiry = self._seconds_until(heartbeat)
         if started >= self._next_check or until_expiry <= 0 or self._must_rebalance:
             until_expiry = self._check_others()
         until_check = max(0.0, self._next_check - self._clock())
         waits = [self._settings.heartbeat_interval, until_check, max(until_expiry, _SLACK)]
+        waits.append(until_give_up)
         if self._must_rebalance:
             waits.append(self._settings.heartbeat_interval / 4)
         return min(waits)
@@ -189,8 +240,10 @@ class Membership:
         return heartbeat
 
     def _register(self, started: float) -> Lease:
-        identity = self._identity
-        answer = self._store.register(identity.instance, identity.fields(self._settings.service))
+        identity, report = self._identity, self._report
+        fields = {**identity.fields(self._settings.service), **report.fields()}
+        answer = self._store.register(identity.instance, fields)
+        self._stored_report = report
         self._must_rebalance = True
         self._next_check = 0.0
         logger.info(
@@ -206,6 +259,47 @@ class Membership:
             )
         trusted_until = started + _MARGIN * self._settings.instance_timeout
         return Lease(identity.instance, answer.epoch, trusted_until, answer.now_ms, answer.members)
+
+    def _store_report(self) -> None:
+        """Write what the loop has reported since the last step."""
+        lease, stored, report = self._lease, self._stored_report.fields(), self._report
+        changed = {name: value for name, value in report.fields().items() if value != stored[name]}
+        if lease is None or not changed:
+            return
+        self._store.report(lease.instance, lease.epoch, changed)
+        self._stored_report = report
+        if stored["broker"] == "down" and report.broker == "up":
+            self._must_rebalance = True  # it was left out meanwhile
+
+    def _give_up(self) -> float:
+        """Give the timers up when the broker is down for long; return the seconds until a try."""
+        interval, down_since = self._settings.heartbeat_interval, self._report.down_since
+        if down_since is None:
+            return interval
+        remaining = down_since + self._settings.give_up_after - self._clock()
+        if remaining > 0:
+            return remaining
+        count, is_busy = self._give_up_batches(down_since)
+        if count:
+            logger.warning(
+                "Instance %s: broker unreachable for %.0f s here while other instances reach it: "
+                "%s timers given up",
+                self._identity.instance,
+                self._clock() - down_since,
+                count,
+            )
+        return interval / 4 if is_busy else interval
+
+    def _give_up_batches(self, down_since: float) -> tuple[int, bool]:
+        """Return how many timers were given up, and whether another mover stopped it."""
+        lease, given_up = self._lease, 0
+        while lease is not None and self._report.down_since == down_since:
+            moved = self._store.give_up(lease.instance, lease.epoch)
+            given_up += moved.count
+            if moved.busy or not moved.more:
+                return given_up, moved.busy
+            lease = self._kept_lease()
+        return given_up, False
 
     def _seconds_until(self, heartbeat: Heartbeat | Moved) -> float:
         """Return the seconds until another is dead; the server's clock is compared with itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any
 
 from kombu import Exchange, Queue
@@ -22,6 +23,8 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
         InvalidTimerError: an option cannot work; the message names it, its value and what is
             accepted.
     """
+    if not options:
+        return {}
     for name, value in options.items():
         _check_option_name(name, value)
         kinds, accepted = _OPTION_TYPES.get(name, ((object,), ""))
@@ -73,5 +76,10 @@ def _check_option_name(name: object, value: object) -> None:
     if name == "options":
         raise invalid(name, value, "each option as a keyword of its own")
     if name not in _OPTION_NAMES:
-        for close in difflib.get_close_matches(name, [*_FIELD_NAMES, *_OPTION_NAMES], 1, 0.7):
+        for close in _close_names(name):
             raise invalid("option", name, f"{close!r}, which has nearly this name")
+
+
+@lru_cache(maxsize=256)
+def _close_names(name: str) -> list[str]:
+    return difflib.get_close_matches(name, [*_FIELD_NAMES, *_OPTION_NAMES], 1, 0.7)

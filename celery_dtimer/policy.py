@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from celery_dtimer.model import Definition, Status, TimerState, schedule_part
+from celery_dtimer.schedules import OneShot
 
 #: Seconds between two tries of a message that the broker refuses: first, at most.
 FIRST_RETRY = 0.1
 LAST_RETRY = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Arming:
+class Arming(NamedTuple):
     """The status and the due time that a definition gives to its timer."""
 
     status: Status
     due_ms: int | None = None
+    delay_ms: int | None = None  #: it is due so long after the moment at which it is written
     keeps_due: bool = False  #: the due time that is stored stays, whatever it is by then
+    reason: str = ""  #: why it is broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,12 @@ class Plan:
 
     next_due_ms: int | None  #: None: it has run for the last time
     skipped: int  #: slots between the run and the next one, for which the run stands
+
+
+def needs_time(definition: Definition) -> bool:
+    """Say whether `arm` goes by the server's time to start the timer."""
+    schedule = definition.schedule
+    return schedule.first_delay_ms is None and not isinstance(schedule, OneShot)
 
 
 def arm(
@@ -51,7 +60,7 @@ def arm(
     Args:
         definition: what is to be stored.
         existing: the timer as it is stored.
-        now_ms: the server's time.
+        now_ms: the server's time; anything unless `needs_time`.
         last_run_ms: when a timer that is new here ran last.
         adopt: the timer is to be written even when its definition is the same, since its source
             changes.
@@ -59,35 +68,44 @@ def arm(
             the code that it failed on may be another by now.
     """
     if existing is None:
-        return _active(_first(definition, now_ms, last_run_ms))
-    if existing.status == "broken" and revive:
-        return _active(_first(definition, now_ms, None))
+        return (
+            _start(definition, now_ms) if last_run_ms is None else _go_on(definition, last_run_ms)
+        )
+    if _is_broken(existing) and revive:
+        return _start(definition, now_ms)
     if existing.revision == definition.revision:
         return (
             Arming(existing.status, keeps_due=True) if adopt and not existing.is_finished else None
         )
     if schedule_part(existing.revision) == schedule_part(definition.revision):
         return _rearm(existing, definition, now_ms)
-    due_ms = _first(definition, now_ms, None)
-    return Arming("paused", due_ms) if existing.status == "paused" else _active(due_ms)
+    return _start(definition, now_ms, "paused" if existing.status == "paused" else "active")
 
 
 def _rearm(existing: TimerState, definition: Definition, now_ms: int) -> Arming | None:
     if existing.is_finished:
         return None
-    if existing.status == "broken" or existing.due_ms is None:
-        return _active(_first(definition, now_ms, None))
+    if _is_broken(existing) or existing.due_ms is None:
+        return _start(definition, now_ms)
     return Arming(existing.status, keeps_due=True)
 
 
-def _first(definition: Definition, now_ms: int, last_run_ms: int | None) -> int | None:
-    if last_run_ms is not None:
-        return definition.schedule.next_run_after(last_run_ms, last_run_ms)
-    return definition.schedule.first_run(now_ms)
+def _is_broken(existing: TimerState) -> bool:
+    """Say whether a timer is broken; one whose status was edited into another word is too."""
+    return existing.status not in ("active", "paused", "stopped")
 
 
-def _active(due_ms: int | None) -> Arming:
-    return Arming("active" if due_ms is not None else "stopped", due_ms)
+def _start(definition: Definition, now_ms: int, status: Status = "active") -> Arming:
+    delay_ms = definition.schedule.first_delay_ms
+    if delay_ms is not None:
+        return Arming(status, delay_ms=delay_ms)
+    due_ms = definition.schedule.first_run(now_ms)
+    return Arming("stopped" if due_ms is None and status == "active" else status, due_ms)
+
+
+def _go_on(definition: Definition, last_run_ms: int) -> Arming:
+    due_ms = definition.schedule.next_run_after(last_run_ms, last_run_ms)
+    return Arming("stopped" if due_ms is None else "active", due_ms)
 
 
 def plan(definition: Definition, due_ms: int, now_ms: int) -> Plan:

@@ -1,10 +1,14 @@
-"""Sends runs to the broker through Celery: a run counts as sent once the broker has it.
+"""Builds the messages of runs through Celery, and sends them where the commit does not.
 
-The messages are Celery's own, built by ``apply_async`` with the task's options, routes and signals.
-The connection is the publisher's own, with time limits, so that a frozen broker blocks neither for
-ever nor anybody else. On Redis the commands of a batch are captured and travel in one pipeline,
-whose replies say for each message whether it arrived; on other brokers each message is confirmed by
-itself.
+The messages are Celery's own, built by ``apply_async`` with the task's options, routes and signals;
+where nothing of that can differ from run to run, they come from a template of such a message. The
+connection is the publisher's own, with time limits, so that a frozen broker blocks neither for ever
+nor anybody else.
+
+On Redis the commands that put a message into its queues are captured. `Publisher.build` returns
+them, for a commit that pushes them itself; a `Publisher` that is called sends those of a batch in
+one pipeline, whose replies say for each message whether it arrived. On other brokers it sends each
+message by itself. Then a run counts as sent once the broker has it.
 """
 
 from __future__ import annotations
@@ -13,25 +17,42 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from celery import Celery
+import celery
+from celery import Celery, Task, signals
 from celery.app.routes import MapRoute
 from celery.beat import BeatLazyFunc
 from celery.exceptions import QueueNotFound
 from kombu.exceptions import OperationalError
 
-from celery_dtimer.capture import CapturingChannel, Command, capture
+from celery_dtimer.capture import (
+    CapturingChannel,
+    Command,
+    Published,
+    Stopped,
+    capture,
+    has_receivers,
+    stopping_producer,
+)
+from celery_dtimer.confirms import Confirms, Receipt
 from celery_dtimer.errors import DistributedTimerError
+from celery_dtimer.faults import point
 from celery_dtimer.model import Definition, Run
+from celery_dtimer.store import Message, Target, is_passing
+from celery_dtimer.templates import Content, Pattern, Template, cut, delivery_tag, new_tag
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PUSH = 1024 * 1024  # bytes that one LPUSH of many messages takes
 _LONGEST_REASON = 500  # characters of an error that are kept
 _LONGEST_BATCH = 0.5  # seconds after which what is confirmed is to be committed
+_NO_CONFIRM = "the broker did not confirm the message in time"
 _TIME_LIMITS = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
     "amqp": ("read_timeout", "write_timeout"),
@@ -50,12 +71,15 @@ class UnsendableError(DistributedTimerError):
     """A message can not be built: its timer is set aside as broken."""
 
 
+#: Why a run was not sent.
+Failure = RefusedError | UnsendableError | BrokerDownError
+
 #: What is said of a run: None when the broker has it, else why not.
-Outcome = RefusedError | UnsendableError | BrokerDownError | None
+Outcome = Failure | None
 
 
 class Publisher:
-    """Sends batches of runs on a broker connection of its own."""
+    """Builds messages, and sends batches of them, on a broker connection of its own."""
 
     def __init__(
         self, app: Celery, *, timeout: float, on_progress: Callable[[], None] = lambda: None
@@ -73,7 +97,11 @@ class Publisher:
         self._on_progress = on_progress
         self._connection: Any = None
         self._producer: Any = None
-        self._calls: WeakKeyDictionary[Definition, _Call] = WeakKeyDictionary()
+        self._confirms: Confirms | None = None  # of RabbitMQ's channel
+        self._opened = 0
+        self._events = app.events.Dispatcher(enabled=False)
+        self._kinds: dict[tuple[str, str], _Kind] = {}  # by task and options
+        self._templates: WeakKeyDictionary[Definition, tuple[Any, Template]] = WeakKeyDictionary()
         self._declared: set[tuple[Any, ...]] = set()  # whose queues this connection has declared
         self._failures: tuple[type[BaseException], ...] = (OperationalError, OSError)
 
@@ -88,13 +116,43 @@ class Publisher:
             an outcome for each run that was tried; fewer than runs when sending was not allowed any
             more, took too long, or the broker is down.
         """
-        down = self._connect()
+        down = self.connect()
         if down is not None:
             return [down]
-        self._app.set_current()  # result backends and canvas look for it in this thread
-        if isinstance(self._producer.channel, CapturingChannel):
+        if self.is_capturing:
             return self._send_together(runs, may_send)
+        self._app.set_current()
+        if self._confirms is not None:
+            return self._send_in_flight(runs, may_send)
         return self._send_each(runs, may_send)
+
+    def build(self, runs: Sequence[Run]) -> list[Message | Failure]:
+        """Return each run's message, or why there is none; nothing is sent.
+
+        The answer is shorter than the runs when the broker is down, which has to be asked for
+        queues that are to be declared or looked up.
+        """
+        self._app.set_current()  # result backends and canvas look for it in this thread
+        uses_templates = self._uses_templates()
+        built: list[Message | Failure] = []
+        for run in runs:
+            point("in_the_batch")
+            built.append((uses_templates and self._rendered(run)) or self._built(run))
+            if isinstance(built[-1], BrokerDownError):
+                break
+        return built
+
+    def _rendered(self, run: Run) -> Message | None:
+        """Return a run's message from its timer's template, None when it has none."""
+        found = self._templates.get(run.definition)
+        if found is None:
+            kind = self._kind(run.definition)
+            template = kind.template(run)
+            if template is None:
+                return None
+            found = self._templates[run.definition] = (kind.targets, template)
+        targets, template = found
+        return Message(targets, (template.render(run, new_tag()),))
 
     def close(self) -> None:
         """End the connection; the next run opens a new one."""
@@ -113,20 +171,57 @@ class Publisher:
 
     def _take_connection(self) -> Any:
         connection, self._connection, self._producer = self._connection, None, None
+        self._confirms = None
         self._declared.clear()
         return connection
 
     # -- connection
 
-    def _connect(self) -> BrokerDownError | None:
+    @property
+    def is_capturing(self) -> bool:
+        """Say whether the broker is a Redis server whose commands are captured."""
+        return self._producer is not None and isinstance(self._producer.channel, CapturingChannel)
+
+    @property
+    def connects(self) -> tuple[int, int]:
+        """What changes whenever a connection to the broker's Redis is a new one."""
+        return self._opened, self._producer.channel.connects if self.is_capturing else 0
+
+    def write(self, key: str, value: str, ttl: float) -> tuple[int, str]:
+        """Write a key into the broker's Redis for ``ttl`` seconds.
+
+        Returns:
+            the broker's database, and the prefix that its clients put before every key.
+
+        Raises:
+            BrokerDownError: the broker can not be reached, or can not serve now.
+            RefusedError: it does not let this user write the key.
+        """
+        down = self.connect()
+        if down is not None:
+            raise down
+        channel = self._producer.channel
+        try:
+            with channel.conn_or_acquire() as client:
+                with client.pipeline(transaction=False) as pipe:
+                    pipe.set(key, value, px=round(ttl * 1000))
+                    (reply,) = pipe.execute(raise_on_error=False)
+                database = client.connection_pool.connection_kwargs.get("db")
+        except self._failures as exc:
+            raise self._down(exc) from exc
+        if isinstance(reply, Exception):
+            raise self._down(reply) if is_passing(reply) else _refused(reply)
+        return int(database or 0), channel.global_keyprefix or ""
+
+    def connect(self) -> BrokerDownError | None:
+        """Connect to the broker unless that is done; return why that is not possible."""
         if self._producer is not None:
             return None
+        self._opened += 1
         connection = self._connection = self._app.connection_for_write()
         transport = connection.transport
         self._failures = _failures_of(transport)
         limits = dict.fromkeys(_TIME_LIMITS.get(transport.driver_type, ()), self._timeout)
-        if transport.driver_type == "amqp":
-            limits["confirm_publish"] = True
         connection.transport_options = {**limits, **(connection.transport_options or {})}
         connection.connect_timeout = min(connection.connect_timeout or self._timeout, self._timeout)
         capture(transport)
@@ -134,8 +229,10 @@ class Publisher:
             # Each host once: connect() itself would try again two seconds later.
             hosts = len(connection.alt or ()) or 1
             connection.ensure_connection(max_retries=hosts - 1, interval_start=0)
-            producer = self._app.amqp.Producer(connection, auto_declare=False)
-            producer.channel  # noqa: B018 - opens it now, so that an unreachable broker shows here
+            producer = stopping_producer(self._app, connection)
+            channel = producer.channel  # opens it now, so that an unreachable broker shows here
+            if transport.driver_type == "amqp":
+                self._confirms = Confirms(channel)
         except self._failures as exc:
             return self._down(exc)
         self._producer = producer
@@ -146,40 +243,59 @@ class Publisher:
         self._drop()
         return BrokerDownError(f"{type(exc).__name__}: {exc}")
 
-    # -- Redis: one pipeline
+    # -- Redis: captured messages
+
+    def _built(self, run: Run) -> Message | Failure:
+        """Build one message through Celery; return why not when that fails.
+
+        What fails on a fresh connection too (a declaration, a look-up) is the message's own fault.
+        """
+        failure: BaseException
+        kind = self._kind(run.definition)
+        for _ in range(2):
+            down = self.connect()
+            if down is not None:
+                return down
+            channel = self._producer.channel
+            channel.take()
+            try:
+                published = self._apply(kind, run)
+            except self._failures as exc:
+                failure = exc
+                self._drop()
+            except _UserCodeError as exc:
+                return _refused(exc)
+            except Exception as exc:
+                return _unsendable(exc)
+            else:
+                message = _message(channel.take(), published, run)
+                self._learn(kind, run, message)
+                return message
+        return _refused(failure)
 
     def _send_together(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
-        channel = self._producer.channel
-        channel.take()
-        outcomes: list[Outcome] = []
-        batch = _Batch()
-        for run in runs:
-            try:
-                self._apply(run)
-                outcomes.append(None)
-            except self._failures:
-                self._drop()  # it was a declaration or a look-up: nothing is on its way yet
-                return self._send_each(runs, may_send)
-            except _UserCodeError as exc:
-                outcomes.append(_refused(exc))
-            except Exception as exc:
-                channel.take()
-                outcomes.append(_unsendable(exc))
-            batch.add(channel.take())
+        """Send what could be built in one pipeline."""
+        built = self.build(runs)
+        batch = _Batch([message for message in built if isinstance(message, Message)])
         if not may_send():
             return []
+        down = self.connect()
+        if down is not None:
+            return [down]
         try:
-            with channel.conn_or_acquire() as client:
-                errors = batch.send(client)
+            with self._producer.channel.conn_or_acquire() as client:
+                refusals = batch.send(client)
         except self._failures as exc:
             return [self._down(exc)]
         self._on_progress()
-        if any(errors):
+        answers = iter(refusals)
+        outcomes = [next(answers) if isinstance(message, Message) else message for message in built]
+        for message, outcome in zip(built, outcomes, strict=True):
+            if outcome is None and isinstance(message, Message) and message.published:
+                message.published()
+        if any(refusals):
             self._drop()  # the broker's name may lead to another server by now
-        return [
-            _refused(error) if error else outcome
-            for outcome, error in zip(outcomes, errors, strict=True)
-        ]
+        return outcomes
 
     # -- any broker: each message by itself
 
@@ -193,55 +309,167 @@ class Publisher:
             if isinstance(outcomes[-1], BrokerDownError):
                 break
             self._on_progress()
+            point("in_the_batch")
         return outcomes
 
     def _send(self, run: Run) -> Outcome:
         """Send one run; what fails on a fresh connection too is the message's own fault."""
         failure: BaseException
         for _ in range(2):
-            down = self._connect()
+            down = self.connect()
             if down is not None:
                 return down
             try:
-                self._apply(run)
-                self._flush()
+                published = self._apply(self._kind(run.definition), run)
+                self._wait_for_confirm()
             except self._failures as exc:
                 failure = exc
                 self._drop()
+            except RefusedError as exc:
+                return exc
             except _UserCodeError as exc:
                 return _refused(exc)
             except Exception as exc:
                 return _unsendable(exc)
             else:
+                if published is not None:
+                    published.announce(run.definition.task)
                 return None
         return _refused(failure)
 
-    def _flush(self) -> None:
-        """Send what one run left in a capturing channel."""
-        channel = self._producer.channel
-        if isinstance(channel, CapturingChannel):
-            batch = _Batch()
-            batch.add(channel.take())
-            with channel.conn_or_acquire() as client:
-                error = batch.send(client)[0]
-            if error is not None:
-                raise error
+    def _wait_for_confirm(self) -> None:
+        """Wait until the broker has confirmed one message, where it does so.
+
+        Raises:
+            RefusedError: it refused the message.
+            OSError: it did not answer in time, or what ended the channel.
+        """
+        if self._confirms is None:
+            return
+        receipt = self._confirms.mark()
+        self._confirms.wait(self._timeout)
+        if receipt is not None and receipt.answer == "refused":
+            raise RefusedError("the broker refused the message")
+        if receipt is not None and receipt.answer == "unknown":
+            raise self._confirms.failure or TimeoutError(_NO_CONFIRM)
+
+    # -- RabbitMQ: many messages in flight
+
+    def _send_in_flight(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
+        """Send without waiting for each confirm; answer once all of them are in.
+
+        The first message to a destination goes alone: if its exchange does not exist the broker
+        ends the channel, and of those in flight nothing would be known.
+        """
+        outcomes: list[Outcome] = []
+        flying: list[_Flight] = []
+        deadline = time.monotonic() + _LONGEST_BATCH
+        for run in runs:
+            if not may_send() or time.monotonic() > deadline:
+                break
+            kind = self._kind(run.definition)
+            if kind.destination is None or kind.destination not in self._declared:
+                self._land(flying, outcomes)
+                outcomes.append(self._send(run))
+            else:
+                flying.append(self._fly(kind, run, len(outcomes)))
+                outcomes.append(flying[-1].outcome)
+            if isinstance(outcomes[-1], BrokerDownError):
+                break
+            point("in_the_batch")
+        self._land(flying, outcomes)
+        return outcomes
+
+    def _fly(self, kind: _Kind, run: Run, place: int) -> _Flight:
+        """Publish one message; what fails now is told at once."""
+        flight = _Flight(run, place)
+        confirms = self._confirms
+        if confirms is None or confirms.failure is not None:
+            return flight  # it takes off once more when it is landed
+        try:
+            flight.published = self._apply(kind, run)
+        except self._failures as exc:
+            logger.debug("The channel ended while messages were in flight: %s", exc)
+        except _UserCodeError as exc:
+            flight.outcome = _refused(exc)
+        except Exception as exc:
+            flight.outcome = _unsendable(exc)
+        flight.receipt = confirms.mark()
+        return flight
+
+    def _land(self, flying: list[_Flight], outcomes: list[Outcome]) -> None:
+        """Wait for the confirms; what the end of the channel left unknown is sent again, alone."""
+        confirms = self._confirms
+        if confirms is not None and flying:
+            confirms.wait(self._timeout)
+            self._on_progress()
+        failed = confirms is None or confirms.failure is not None
+        if flying and failed:
+            self._drop()
+        for flight in flying:
+            if flight.outcome is None:
+                outcomes[flight.place] = self._landed(flight, failed)
+        if not failed and any(isinstance(outcome, BrokerDownError) for outcome in outcomes):
+            self._drop()
+        flying.clear()
+
+    def _landed(self, flight: _Flight, failed: bool) -> Outcome:
+        answer = flight.receipt.answer if flight.receipt is not None else "unknown"
+        if answer == "confirmed":
+            if flight.published is not None:
+                flight.published.announce(flight.run.definition.task)
+            return None
+        if answer == "refused":
+            return RefusedError("the broker refused the message")
+        return self._send(flight.run) if failed else BrokerDownError(_NO_CONFIRM)
 
     # -- Celery
 
-    def _apply(self, run: Run) -> None:
-        call = self._calls.get(run.definition)
-        if call is None:
-            call = self._calls[run.definition] = _Call(self._app, run.definition)
-        args, kwargs = call.arguments()
-        headers = {**call.headers, "celery_beat_task": True, "dtimer": run.header}
-        options = {**call.options, "headers": headers, "task_id": run.task_id}
-        if call.destination in self._declared:
+    def _kind(self, definition: Definition) -> _Kind:
+        name = (definition.task, repr(definition.options) if definition.options else "")
+        kind = self._kinds.get(name)
+        if kind is None:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            kind = self._kinds[name] = _Kind(self._app, definition)
+        return kind
+
+    def _learn(self, kind: _Kind, run: Run, message: Message) -> None:
+        """Let a kind see how Celery has built a message, until it knows."""
+        if kind.is_known or not self._uses_templates():
+            return
+        body, how = self._producer.last
+        serializer, compression = how["serializer"], how["compression"]
+        channel = self._producer.channel
+        encode = partial(channel.encode_body, encoding=channel.body_encoding)
+        content = Content(self._app, encode, serializer, compression, body[2], kind.options)
+        try:
+            kind.learn(run, message, content)
+        except Exception as exc:  # the message is built: that it teaches nothing does not matter
+            logger.debug("No templates for %s: %r", run.definition.task, exc)
+
+    def _apply(self, kind: _Kind, run: Run) -> Published | None:
+        """Let Celery publish a run; return what is to be announced when anybody listens."""
+        args, kwargs = _arguments(run.definition)
+        headers = {**kind.headers, "celery_beat_task": True, "dtimer": run.header}
+        options = {**kind.options, "headers": headers, "task_id": run.task_id}
+        if kind.destination in self._declared:
             options["declare"] = []
-        with self._eager_failures():
-            call.send(args, kwargs, producer=self._producer, **options)
-        if call.destination is not None:
-            self._declared.add(call.destination)
+        self._producer.stops = has_receivers()
+        published = None
+        try:
+            with self._eager_failures():
+                kind.send(args, kwargs, producer=self._producer, **options)
+        except Stopped as stopped:
+            published = stopped.published
+            if self._app.conf.task_send_sent_event:
+                fields = published.event(kind.router.queue)
+                self._events.publish("task-sent", fields, self._producer, retry=False)
+        finally:
+            self._producer.stops = False
+        if kind.destination is not None:
+            self._declared.add(kind.destination)
+        return published
 
     @contextlib.contextmanager
     def _eager_failures(self) -> Iterator[None]:
@@ -253,83 +481,163 @@ class Publisher:
                 raise
             logger.exception("A task that ran eagerly has failed")
 
+    def _uses_templates(self) -> bool:
+        """Say whether nobody wants to see each message, or is told of it."""
+        conf = self._app.conf
+        return not (
+            signals.before_task_publish.receivers
+            or has_receivers()
+            or conf.task_send_sent_event
+            or conf.task_always_eager
+        )
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A message that was published and not confirmed yet."""
+
+    run: Run
+    place: int  # among the outcomes
+    published: Published | None = None
+    receipt: Receipt | None = None
+    outcome: Outcome = None
+
 
 class _Batch:
-    """The captured commands of many messages, for one pipeline.
+    """Captured messages for one pipeline.
 
     What goes to the same list in a row becomes one LPUSH: it takes many values, in the same order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, messages: Sequence[Message]) -> None:
         self._commands: list[tuple[str, list[Any]]] = []
         self._room = 0  # bytes that the last command still takes
-        self._messages: list[list[int]] = []  # for each message, the places of its commands
+        self._places = [list(self._add(message)) for message in messages]  # of their commands
 
-    def add(self, commands: Sequence[Command]) -> None:
-        """Add the commands of one message; there are none when it was not built."""
-        places = []
-        for name, args in commands:
-            if not (name == "lpush" and self._joins(*args)):
-                self._commands.append((name, list(args)))
+    def _add(self, message: Message) -> Iterator[int]:
+        for (command, key), value in zip(message.targets, message.values, strict=True):
+            if not (command == "LPUSH" and self._joins(key, value)):
+                self._commands.append((command, [key, value]))
                 self._room = _LONGEST_PUSH
-            places.append(len(self._commands) - 1)
-        self._messages.append(places)
+            yield len(self._commands) - 1
 
     def _joins(self, key: str, message: str) -> bool:
         """Add a message to the last command, if that pushes to the same list and has room."""
-        name, args = self._commands[-1] if self._commands else ("", [""])
+        command, arguments = self._commands[-1] if self._commands else ("", [""])
         self._room -= len(message)
-        if name != "lpush" or args[0] != key or self._room < 0:
+        if command != "LPUSH" or arguments[0] != key or self._room < 0:
             return False
-        args.append(message)
+        arguments.append(message)
         return True
 
-    def send(self, client: Any) -> list[Exception | None]:
+    def send(self, client: Any) -> list[RefusedError | None]:
         """Send all; return for each message what the server said against it."""
         with client.pipeline(transaction=False) as pipe:
-            for name, args in self._commands:
-                getattr(pipe, name)(*args)
+            for command, arguments in self._commands:
+                pipe.execute_command(command, *arguments)
             replies = pipe.execute(raise_on_error=False)
-        return [
-            next((replies[i] for i in places if isinstance(replies[i], Exception)), None)
-            for places in self._messages
-        ]
+        failures = [_refused(reply) if isinstance(reply, Exception) else None for reply in replies]
+        return [next(filter(None, (failures[i] for i in places)), None) for places in self._places]
 
 
-class _Call:
-    """What ``apply_async`` is called with for every run of a definition."""
+def _message(commands: Sequence[Command], published: Published | None, run: Run) -> Message:
+    targets = tuple((command, key) for command, key, _ in commands)
+    values = tuple(value for _, _, value in commands)
+    announce = partial(published.announce, run.definition.task) if published else None
+    return Message(targets, values, announce)
+
+
+# ------------------------------------------------------------------ what is sent for a definition
+
+_MOST_KINDS = 10_000  # that are kept; what comes with the next one is made anew
+_MOMENTARY = ("countdown", "eta", "expires")  # options that Celery turns into the time of sending
+
+
+class _Kind:
+    """How the runs of all timers with the same task and options are sent."""
 
     def __init__(self, app: Celery, definition: Definition) -> None:
-        task = app.tasks.get(definition.task)
+        task: Any = app.tasks.get(definition.task)
+        self._task = task
         options = dict(definition.options)
         ignore_result = options.pop("ignore_result", None if task is None else task.ignore_result)
         # Nobody waits for the result here: with ignore_result Celery does not subscribe to it,
         # which would last as long as the process; the header tells the worker what the task says.
         self.headers = {"ignore_result": ignore_result, **(options.pop("headers", None) or {})}
+        self.router = _Router(app)
         # The timer tries again, not the call.
-        self.options = {"retry": False, "router": _Router(app), **options, "ignore_result": True}
+        self.options = {"retry": False, "router": self.router, **options, "ignore_result": True}
         self.destination = _destination(app, definition.task, options)
         self.send: Callable[..., Any] = (
             partial(app.send_task, definition.task) if task is None else task.apply_async
         )
-        self._args, self._kwargs = tuple(definition.args), dict(definition.kwargs)
-        self._is_lazy = any(
-            isinstance(value, BeatLazyFunc) for value in (*self._args, *self._kwargs.values())
-        )
+        self.targets: tuple[Target, ...] = ()
+        self._pattern: Pattern | None = None
+        self._is_right: bool | None = None  # None: there is nothing yet to compare it with
+        if (
+            self.destination is None
+            or any(options.get(name) for name in _MOMENTARY)
+            or not _is_celerys(app, task)
+        ):
+            self._is_right = False
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of one run.
-
-        Raises:
-            _UserCodeError: a lazy argument failed.
-        """
-        if not self._is_lazy:
-            return self._args, self._kwargs
+    def template(self, run: Run) -> Template | None:
+        """Return the template of a run's timer, None when Celery is to build its messages."""
+        if not self._is_right or self._pattern is None or _is_lazy(run.definition):
+            return None
         try:
-            args = tuple(_evaluated(value) for value in self._args)
-            return args, {key: _evaluated(value) for key, value in self._kwargs.items()}
+            if getattr(self._task, "typing", False):
+                self._task.__header__(*run.definition.args, **run.definition.kwargs)
+            return self._pattern.fill(run.timer_id, run.definition)
         except Exception as exc:
-            raise _UserCodeError(f"{type(exc).__name__}: {exc}") from exc
+            # Whatever it is, Celery's own path meets it too, and says whose fault it is.
+            logger.debug("No template for %s: %r", run.definition.name, exc)
+            return None
+
+    @property
+    def is_known(self) -> bool:
+        """Say whether its pattern has been found to be right or wrong."""
+        return self._is_right is not None
+
+    def learn(self, run: Run, message: Message, content: Content) -> None:
+        """Take the pattern from a message that Celery has built, or compare the one that there is.
+
+        A kind whose second message is not what its pattern says is never sent from it.
+        """
+        if _is_lazy(run.definition):
+            return
+        text = message.values[0] if [name for name, _ in message.targets] == ["LPUSH"] else ""
+        if self._pattern is None:
+            self.targets, self._pattern = message.targets, cut(text, run, content)
+            if self._pattern is None:
+                self._is_right = False
+        else:
+            template, tag = self._pattern.fill(run.timer_id, run.definition), delivery_tag(text)
+            self._is_right = (
+                tag is not None
+                and message.targets == self.targets
+                and template.render(run, tag) == text
+            )
+
+
+def _is_lazy(definition: Definition) -> bool:
+    """Say whether arguments are evaluated at each sending."""
+    return any(
+        isinstance(value, BeatLazyFunc) for value in (*definition.args, *definition.kwargs.values())
+    )
+
+
+def _arguments(definition: Definition) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of one run.
+
+    Raises:
+        _UserCodeError: a lazy argument failed.
+    """
+    try:
+        args = tuple(_evaluated(value) for value in definition.args)
+        return args, {key: _evaluated(value) for key, value in definition.kwargs.items()}
+    except Exception as exc:
+        raise _UserCodeError(f"{type(exc).__name__}: {exc}") from exc
 
 
 class _UserCodeError(Exception):
@@ -340,15 +648,43 @@ class _Router:
     """Celery's router, whose failures are told from the broker's."""
 
     def __init__(self, app: Celery) -> None:
+        self._amqp = app.amqp
         self._router = app.amqp.router
+        self.queue: str | None = None  #: the name of the queue that the last message went to
 
     def route(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._router.route(*args, **kwargs)
+            options = self._router.route(*args, **kwargs)
         except QueueNotFound:
             raise
         except Exception as exc:
             raise _UserCodeError(f"{type(exc).__name__}: {exc}") from exc
+        queue = options.get("queue")
+        if queue is None and options.get("exchange") is None:
+            queue = self._amqp.default_queue
+        self.queue = getattr(queue, "name", queue)
+        return options
+
+
+def _is_celerys(app: Celery, task: Any) -> bool:
+    """Say whether Celery's own code sends the task's messages: neither overridden nor patched."""
+    senders: list[Any] = [(type(app).send_task, Celery.send_task)]
+    if task is not None:
+        kind = type(task)
+        senders += [(kind.apply_async, Task.apply_async), (kind.shadow_name, Task.shadow_name)]
+    return (
+        app.conf.task_protocol == 2
+        and all(
+            used is own
+            and type(own) is FunctionType
+            and own.__code__.co_filename.startswith(_CELERY)
+            for used, own in senders
+        )
+        and not getattr(task, "expires", None)
+    )
+
+
+_CELERY = str(Path(celery.__file__).parent)
 
 
 def _destination(app: Celery, task: str, options: dict[str, Any]) -> tuple[Any, ...] | None:

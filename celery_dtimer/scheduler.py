@@ -19,6 +19,7 @@ from celery import Celery
 from celery.beat import Scheduler
 
 from celery_dtimer import policy
+from celery_dtimer.atomic import ATOMIC, Atomic, obstacle
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass
 from celery_dtimer.errors import (
@@ -36,6 +37,7 @@ from celery_dtimer.version import __version__
 
 logger = logging.getLogger(__name__)
 
+_HELD_BACK = 0.001  # seconds that runs wait for others, for each run that the last pass sent
 _LONGEST_WAIT = 1.0  # seconds that a turn of the loop, or a tick, waits at most
 _RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stored is tried again
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
@@ -51,19 +53,32 @@ class Loop:
         static: StaticSchedule,
         *,
         longest_wait: float,
+        resolution: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare a loop; ``longest_wait`` bounds the seconds that `step` waits for timers."""
+        """Prepare a loop.
+
+        Args:
+            dispatcher: fires what is due.
+            membership: has the lease.
+            static: brings the static schedule up to date.
+            longest_wait: bounds the seconds that `step` waits for timers.
+            resolution: bounds the seconds that runs are held back to go out together.
+            clock: monotonic seconds.
+        """
         self._dispatcher = dispatcher
         self._membership = membership
         self._static = static
         self._longest_wait = longest_wait
+        self._resolution = resolution
         self._reconciled: tuple[int, int] | None = None
         self._clock = clock
         self._not_before = 0.0
         self._reconcile_after = 0.0
         self._broker_failures = 0
         self._store_failures = 0
+        self._sent = 0
+        self._say_sent_at = 0.0
 
     def step(self) -> float:
         """Dispatch what is due; return the seconds to wait unless a wake-up comes first."""
@@ -78,14 +93,15 @@ class Loop:
             logger.warning("Epoch %s is over: dropping what it held", lease.epoch)
             self._membership.report_fenced(lease.epoch)
             return self._waiting(self._longest_wait)
+        except SettingsError:
+            raise
         except DistributedTimerError as exc:
             self._store_failures += 1
             if self._store_failures == 1:
                 logger.warning("Dispatch waits: %s", exc)
             return self._backing_off(self._store_failures)
         self._store_failures = 0
-        if done.sent:
-            logger.info("Instance %s dispatched %s runs", lease.instance, done.sent)
+        self._say_sent(lease, done.sent)
         return self._after(done)
 
     def settle(self, lease: Lease) -> None:
@@ -107,19 +123,33 @@ class Loop:
         else:
             self._reconciled = seen
 
+    def _say_sent(self, lease: Lease, sent: int) -> None:
+        """Log what was dispatched, once a second at most."""
+        self._sent += sent
+        now = self._clock()
+        if self._sent and now >= self._say_sent_at:
+            logger.info("Instance %s dispatched %s runs", lease.instance, self._sent)
+            self._sent, self._say_sent_at = 0, now + 1.0
+
     def _after(self, done: Pass) -> float:
         if done.broker_down:
             self._broker_failures += 1
             if self._broker_failures == 1:
                 logger.error("The broker does not answer: runs wait for it")
+                self._membership.report_broker(False)
             return self._backing_off(self._broker_failures)
-        if self._broker_failures and (done.sent or done.postponed):
-            logger.info("The broker answers again")
-        self._broker_failures = 0
+        if done.sent or done.postponed:
+            if self._broker_failures:
+                logger.info("The broker answers again")
+            self._membership.report_broker(True)
+            self._broker_failures = 0
         if done.more:
             return self._waiting(0.0)
         next_in = self._longest_wait if done.next_in is None else done.next_in
-        return self._waiting(min(max(next_in, 0.0), self._longest_wait))
+        # The more runs come, the longer they wait for each other: round trips stay bounded.
+        together = min(self._resolution, done.sent * _HELD_BACK)
+        self._not_before = self._clock() + together
+        return self._waiting(min(max(next_in, together), self._longest_wait))
 
     def _backing_off(self, failures: int) -> float:
         """Wait whatever wakes the loop meanwhile."""
@@ -147,7 +177,7 @@ class Runtime:
         """Prepare the parts; nothing is contacted before `start`."""
         self.settings = settings
         self.instance = instance
-        identity = Identity(instance, local_host(), os.getpid(), __version__, "confirmed")
+        identity = Identity(instance, local_host(), os.getpid(), __version__)
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._stopping = threading.Lock()
@@ -162,6 +192,14 @@ class Runtime:
             self._publisher,
             bound=declaration.bound,
             may_send=self._membership.may_act,
+            mode=Atomic(
+                app,
+                self._store,
+                self._publisher,
+                instance=instance,
+                on_mode=self._membership.report_dispatch,
+                on_broker=self._membership.report_broker,
+            ),
             on_progress=self._membership.report_progress,
         )
         self._loop = Loop(
@@ -169,6 +207,7 @@ class Runtime:
             self._membership,
             StaticSchedule(self._store, declaration, self._membership.report_progress),
             longest_wait=min(_LONGEST_WAIT, settings.check_interval, max_interval),
+            resolution=settings.resolution,
         )
         self._membership_thread = MembershipThread(self._membership)
         self._threads = [
@@ -385,6 +424,8 @@ def _check_connections(app: Celery, settings: Settings) -> None:
         app.connection_for_write().get_transport_cls()
     except (KeyError, ImportError, AttributeError) as exc:
         raise SettingsError(f"broker_url has a transport that can not be used: {exc}") from exc
+    if settings.dispatch == ATOMIC and (reason := obstacle(app)):
+        raise SettingsError(f'dtimer_dispatch="atomic" can not be given: {reason}')
     if not settings.redis_url.startswith("embedded:"):  # that one has a server to start
         Store(settings).client  # noqa: B018 - made, so that a wrong option shows
 

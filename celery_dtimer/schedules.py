@@ -69,6 +69,11 @@ class Schedule(ABC):
         """Return when a timer that is created now is first due."""
         return self.next_run_after(now_ms, now_ms)
 
+    @property
+    def first_delay_ms(self) -> int | None:
+        """How long after its creation a timer is first due, ``None`` unless that is always so."""
+        return None
+
     @abstractmethod
     def next_run_after(self, moment_ms: int, anchor_ms: int) -> int | None:
         """Return the first slot after a moment, ``None`` if there is none.
@@ -255,6 +260,11 @@ class Interval(Schedule):
         """What slots are multiples of, in milliseconds."""
         units = (_DAY, _HOUR, _MINUTE, _SECOND) if self.relative else ()
         return next((unit for unit in units if self.every_ms >= unit), 1)
+
+    @property
+    def first_delay_ms(self) -> int | None:
+        """The interval, unless it is rounded."""
+        return None if self.relative else self.every_ms
 
     def first_run(self, now_ms: int) -> int | None:
         """Return the moment one interval from now, rounded as all slots are."""
@@ -511,7 +521,7 @@ class Solar(Schedule):
             value = getattr(self, name)
             if not _is_number(value) or not -limit <= value <= limit:
                 raise invalid(name, value, f"degrees from -{limit} to {limit}")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, float(value) + 0.0)  # no -0.0: it equals 0.0
 
     def next_run_after(self, moment_ms: int, anchor_ms: int) -> int | None:
         """Return the first event after a moment.
@@ -650,14 +660,19 @@ def parse(
     if kind is schedules.schedule:
         value, relative = value.run_every, relative or bool(value.relative)
     if kind is schedules.crontab:
-        return Crontab(_expression(value), zone())
+        return _crontab(_expression(value), zone())
     if isinstance(value, str):
-        return Crontab(value, zone())
+        return _crontab(value, zone())
     if isinstance(value, dt.datetime):
         return OneShot(_instant_ms(value, zone))
     if isinstance(value, dt.timedelta) or _is_number(value):
-        return Interval(_every_ms(value), relative, zone() if relative else "UTC")
+        return _interval(_every_ms(value), relative, zone() if relative else "UTC")
     raise invalid("schedule", value, _SCHEDULE)
+
+
+# Many timers have the same rule: it is made once.
+_crontab = lru_cache(maxsize=1024)(Crontab)
+_interval = lru_cache(maxsize=1024)(Interval)
 
 
 def _every_ms(value: Any) -> int:

@@ -24,7 +24,9 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_check_interval": 1,
     "dtimer_failure_check_interval": 10,
     "dtimer_instance_timeout": 30,
-    "dtimer_batch_size": 250,
+    "dtimer_batch_size": 100,
+    "dtimer_resolution": 0.005,
+    "dtimer_lag_limit": 2,
     "dtimer_dispatch": "auto",
     "dtimer_keep_finished": timedelta(days=7),
 }
@@ -47,7 +49,9 @@ class Settings:
     check_interval: float = 1.0
     failure_check_interval: float = 10.0
     instance_timeout: float = 30.0
-    batch_size: int = 250
+    batch_size: int = 100
+    resolution: float = 0.005
+    lag_limit: float = 2.0
     dispatch: str = "auto"
     keep_finished: float = 7 * 86400.0
 
@@ -75,6 +79,8 @@ class Settings:
             failure_check_interval=_seconds("dtimer_failure_check_interval", conf),
             instance_timeout=_seconds("dtimer_instance_timeout", conf),
             batch_size=conf["dtimer_batch_size"],
+            resolution=_seconds("dtimer_resolution", conf, zero=True),
+            lag_limit=_seconds("dtimer_lag_limit", conf),
             dispatch=conf["dtimer_dispatch"],
             keep_finished=_seconds("dtimer_keep_finished", conf, zero=True),
         )
@@ -84,10 +90,12 @@ class Settings:
         if not isinstance(self.key_prefix, str) or set("{}") & set(self.key_prefix):
             raise _bad("dtimer_key_prefix", self.key_prefix, "a str without braces")
         size = self.batch_size
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 10_000:
-            raise _bad("dtimer_batch_size", size, "a whole number from 1 to 10000")
-        if self.dispatch not in ("auto", "confirmed"):
-            raise _bad("dtimer_dispatch", self.dispatch, '"auto" or "confirmed"')
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 200:
+            raise _bad("dtimer_batch_size", size, "a whole number from 1 to 200")
+        if self.resolution > 1:
+            raise _bad("dtimer_resolution", self.resolution, "seconds, at most 1")
+        if self.dispatch not in ("auto", "atomic", "confirmed"):
+            raise _bad("dtimer_dispatch", self.dispatch, '"auto", "atomic" or "confirmed"')
         if self.instance_timeout <= 2 * self.heartbeat_interval:
             raise SettingsError(
                 f"dtimer_instance_timeout={self.instance_timeout:g} must be more than twice "
@@ -105,6 +113,11 @@ class Settings:
     def call_timeout(self) -> float:
         """The seconds that one call to Redis may take, and the loop without progress."""
         return self.instance_timeout / 3
+
+    @property
+    def give_up_after(self) -> float:
+        """The seconds without a broker after which timers go to instances that have one."""
+        return self.call_timeout
 
     @property
     def broker_timeout(self) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 from urllib.parse import quote, urlsplit
 
 import redis
@@ -61,21 +61,26 @@ from celery_dtimer.settings import Settings
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
 BATCH = 50
+_UPSERTS = 64  # timers that one call writes, for the same reason
 _BATCH_BYTES = MAX_DEFINITION_BYTES
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
 _LONGEST_PAUSE = 0.05  # seconds between two of them
 
 _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
+    *("report", "give_up", "steal"),
     *("upsert", "delete", "pause", "resume", "stop", "trigger"),
-    *("due", "commit", "purge", "scrub"),
+    *("due", "commit", "linked", "purge", "scrub"),
 )
-_FENCED, _BUSY = -1, -2
+_FENCED, _BUSY, _UNLINKED = -1, -2, -3
 _LAST_MS = 253_402_300_799_999  # the last moment that can be shown, in the year 9999
 
 # What a server answers that will serve later, or that is no longer the right one.
 _PASSING_IN_SCRIPT = re.compile(  # Redis before 7 wraps what a script ran into
     r"(^|-)(BUSY|READONLY|OOM|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
+)
+_FORBIDDEN_IN_SCRIPT = re.compile(  # as Redis 6, 7.0 and 7.2 say it
+    r"(^|-)NOPERM |ACL failure in script|The user executing the script can't"
 )
 _PASSING = (
     BusyLoadingError,
@@ -85,6 +90,24 @@ _PASSING = (
     ReadOnlyError,
     TryAgainError,
 )
+
+
+def is_passing(error: str | Exception) -> bool:
+    """Say whether a server that answers so will serve later, or is no longer the right one."""
+    if isinstance(error, _PASSING):
+        return True
+    error = str(error)
+    return _PASSING_IN_SCRIPT.search(error) is not None
+
+
+def is_forbidden(error: str) -> bool:
+    """Say whether a server answers so because of what its user may do."""
+    return _FORBIDDEN_IN_SCRIPT.search(error) is not None
+
+
+def storable(text: str) -> str:
+    """Return a text that can be sent to Redis, whatever an error or a user has put into it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def encode_name(name: str) -> str:
@@ -108,6 +131,7 @@ class Keys:
     ``static_timers:{s}:<source>``   set   the static timers of a source
     ``declaration:{s}:<digest>``  set      the static timers that some code declares
     ``declarations:{s}:<source>`` zset     declarations by when they were first seen
+    ``run:{s}:<task_id>``         string   which message of a run has started; expires
     ``meta:{s}``                  hash     last epoch, count of membership changes, mover
     ``never:{s}``                 --       never exists (see ``prelude.lua``)
     ``wake:{s}:<i>``              channel  wakes an instance
@@ -170,19 +194,18 @@ class Moved:
     reaped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DueTimer:
-    """One due timer as it was read: what a commit compares."""
+class DueTimer(NamedTuple):
+    """One due timer as it was read, in the text that a commit compares; "" is not there."""
 
     id: str
     status: str  #: "" when its hash is gone or is something else
-    revision: str
-    created: str
-    due: str
-    runs: int
-    last_sent: str
-    attempts: int
-    parent: str
+    revision: str = ""
+    created: str = ""
+    due: str = ""
+    runs: str = ""
+    last_sent: str = ""
+    attempts: str = ""
+    parent: str = ""
 
     @property
     def due_ms(self) -> int:
@@ -190,9 +213,19 @@ class DueTimer:
         return int(self.due)
 
     @property
+    def run_number(self) -> int:
+        """The number of its run, counting from 1."""
+        return _number(self.runs) + 1
+
+    @property
+    def refusals(self) -> int:
+        """How often this run was refused by the broker."""
+        return _number(self.attempts)
+
+    @property
     def is_sent(self) -> bool:
         """Say whether an earlier owner has published this run, and its commit was refused."""
-        return bool(self.last_sent) and self.last_sent == self.due
+        return self.last_sent != "" and self.last_sent == self.due
 
     @property
     def is_readable(self) -> bool:
@@ -205,18 +238,31 @@ class DueTimer:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """What one read of the due timers answers."""
 
     now_ms: int
+    micros: int  #: microseconds since ``now_ms``
     heartbeat_ms: int
+    more: bool  #: more timers may be due already
     next_ms: int | None  #: when the first timer behind these is to be looked at
+    elsewhere_ms: int | None  #: when the first timer of any other instance is, if none is due here
     timers: list[DueTimer]
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+#: Where a message goes: a command (``LPUSH``, ``PUBLISH``, ``PEXPIRE``) and its key.
+Target = tuple[str, str]
+
+
+class Message(NamedTuple):
+    """A message as the commands that put it into the broker's lists."""
+
+    targets: tuple[Target, ...]
+    values: tuple[Any, ...]  #: one for each target
+    published: Callable[[], None] | None = None  #: called once it has arrived
+
+
+class Settlement(NamedTuple):
     """What was done with a due timer, for its commit."""
 
     timer: DueTimer
@@ -226,17 +272,41 @@ class Settlement:
     summary: str = ""  #: what is kept of a one-shot that has run
     delay_ms: int = 0
     reason: str = ""
+    message: Message | None = None  #: pushed by the commit; None when it was published before
 
-    def argument(self) -> str:
-        """Return the text that ``commit.lua`` takes for it."""
-        timer, first, second, text = self.timer, "-", "-", self.reason
-        if self.done == "run":
-            first = "-" if self.next_due_ms is None else str(self.next_due_ms)
-            second, text = str(self.skipped), self.summary
-        elif self.delay_ms:
-            first = str(self.delay_ms)
-        read = f"{timer.id} {timer.created or '-'} {timer.revision or '-'} {timer.due or '-'}"
-        return f"{read} {self.done} {first} {second} {text}"
+    @property
+    def detail(self) -> str:
+        """The text that ``commit.lua`` takes with ``done``."""
+        if self.done != "run":
+            return storable(self.reason) or str(self.delay_ms)
+        if self.next_due_ms is None:
+            return f"- {self.skipped} {self.summary}"
+        return f"{self.next_due_ms} {self.skipped}"
+
+    def pushing(self, message: Message) -> Settlement:
+        """Return it with the message that its commit pushes."""
+        return Settlement(*self[:-1], message)
+
+
+class Link(NamedTuple):
+    """The proof that a server is the broker's: a key in the broker's database and its value."""
+
+    database: int
+    key: str
+    proof: str
+    prefix: str = ""  #: of every key that the broker's clients write, this one too
+
+
+class Committed(NamedTuple):
+    """The answer to a commit."""
+
+    codes: list[int]
+    errors: list[str]  #: of the refused pushes, in order
+    turn: Turn | None
+
+
+class UnlinkedError(StoreError):
+    """The server that holds the timers is not the broker's: nothing was written."""
 
 
 #: The codes of ``commit.lua``.
@@ -246,7 +316,9 @@ COMMIT_REFUSALS = {
     -2: "changed meanwhile",
     -3: "deleted",
     -4: "not active",
+    -5: "its message was refused",
 }
+PUSH_REFUSED = -5
 
 
 # ------------------------------------------------------------------ the store
@@ -335,7 +407,7 @@ class Store:
             self._raise(exc)
 
     def _raise(self, exc: RedisError) -> NoReturn:
-        if isinstance(exc, _PASSING) or _PASSING_IN_SCRIPT.search(str(exc)):
+        if is_passing(exc):
             self._reconnect()  # the name may lead to another server by now
             raise StoreUnavailableError(
                 f"Redis at {self.settings.masked_url} can not serve now: {exc}"
@@ -375,6 +447,21 @@ class Store:
     def rebalance(self, instance: str, epoch: int, drift: int = 0, limit: int = BATCH) -> Moved:
         """Move a batch of timers to instances with less; ``drift`` percent are left alone."""
         answer = self._call("rebalance", instance, epoch, drift, limit)
+        return Moved(busy=True) if answer == _BUSY else Moved(answer[0], bool(answer[1]))
+
+    def report(self, instance: str, epoch: int, fields: Mapping[str, str]) -> None:
+        """Write fields of the instance's hash: what it says of its dispatch and its broker."""
+        flat = [value for pair in fields.items() for value in pair]
+        self._call("report", instance, epoch, *flat)
+
+    def give_up(self, instance: str, epoch: int, limit: int = BATCH) -> Moved:
+        """Hand over a batch of the instance's timers to those whose broker works, if there are."""
+        answer = self._call("give_up", instance, epoch, limit)
+        return Moved(busy=True) if answer == _BUSY else Moved(answer[0], bool(answer[1]))
+
+    def steal(self, instance: str, epoch: int, lag_ms: int, limit: int = BATCH) -> Moved:
+        """Take a batch of the timers of an instance that lags by more than ``lag_ms``."""
+        answer = self._call("steal", instance, epoch, lag_ms, limit)
         return Moved(busy=True) if answer == _BUSY else Moved(answer[0], bool(answer[1]))
 
     def declare(
@@ -440,25 +527,76 @@ class Store:
 
     # -- firing
 
-    def due(self, instance: str, epoch: int, limit: int) -> Turn:
-        """Read the instance's due timers, soonest first."""
-        answer = self._call("due", instance, epoch, limit)
-        now_ms, heartbeat_ms, next_ms = answer[:3]
-        timers = [_due_timer(text) for text in answer[3:]]
-        return Turn(now_ms, heartbeat_ms, next_ms if next_ms >= 0 else None, timers)
+    def due(self, instance: str, epoch: int, limit: int, *, marks: bool = False) -> Turn:
+        """Read the instance's due timers, soonest first.
+
+        Args:
+            instance: whose timers.
+            epoch: of its registration.
+            limit: timers that are read at most; if more are due, a quarter of them are those that
+                came due last.
+            marks: note them as in flight, because they are published before they are committed.
+        """
+        return _turn(self._call("due", instance, epoch, limit, int(marks)))
 
     def commit(
-        self, instance: str, epoch: int, sequence: int, settlements: Sequence[Settlement]
-    ) -> list[int]:
-        """Settle a batch of due timers; return one code for each (see ``commit.lua``).
+        self,
+        instance: str,
+        epoch: int,
+        sequence: int,
+        settlements: Sequence[Settlement],
+        *,
+        limit: int = 0,
+        link: Link | None = None,
+    ) -> Committed:
+        """Settle a batch of due timers and read the next; answer one code for each.
 
-        At most `BATCH` settlements; the same ``sequence`` again returns the first answer and
-        changes nothing.
+        Args:
+            instance: whose timers.
+            epoch: of its registration.
+            sequence: the same number again returns the first answer and changes nothing.
+            settlements: what was done; those with a message are pushed by this call.
+            limit: due timers that are read afterwards, as by `due`; 0 reads none.
+            link: proves that this server is the broker's; without it nothing is pushed, and what
+                is read is noted as in flight.
+
+        Raises:
+            UnlinkedError: the link does not hold.
         """
-        keep_ms = round(self.settings.keep_finished * 1000)
-        arguments = [settlement.argument() for settlement in settlements]
-        codes: str = self._call("commit", instance, epoch, sequence, keep_ms, *arguments)
-        return [int(code) for code in codes.split()]
+        numbers: dict[Target, int] = {}
+        entries: list[Any] = []
+        for settlement in settlements:
+            timer, message = settlement.timer, settlement.message
+            read = f"{timer.created} {timer.revision} {timer.due}"
+            entries += (timer.id, read, settlement.done, settlement.detail)
+            if message is None:
+                entries.append("")
+            else:
+                to = [numbers.setdefault(each, len(numbers) + 1) for each in message.targets]
+                entries.append(" ".join(map(str, to)))
+                entries += message.values
+        prefix = link.prefix if link else ""
+        targets = [part for command, key in numbers for part in (command, prefix + key)]
+        answer = self._call(
+            *("commit", instance, epoch, sequence, round(self.settings.keep_finished * 1000)),
+            *(limit, int(link is None), *self._proof(link), len(numbers), *targets, *entries),
+        )
+        if answer == _UNLINKED:
+            raise UnlinkedError("the broker is not on the server that holds the timers any more")
+        codes, *errors = answer[0].split("\n")
+        turn = _turn(answer[1]) if answer[1] else None
+        return Committed([int(code) for code in codes.split()], errors, turn)
+
+    def _proof(self, link: Link | None) -> tuple[Any, ...]:
+        """Return the arguments of a script that pushes: the timers' database, and the link."""
+        own = self.client.connection_pool.connection_kwargs.get("db") or 0
+        if link is None:
+            return own, "", "", ""
+        return own, link.database, link.prefix + link.key, link.proof
+
+    def is_linked(self, link: Link) -> bool:
+        """Say whether the server that holds the timers is the one that a link was written to."""
+        return bool(self._call("linked", *self._proof(link)))
 
     def definitions(self, ids: Sequence[str]) -> list[str | None]:
         """Return the stored definition of each id; None for one that is not there."""
@@ -498,76 +636,79 @@ class Store:
         Raises:
             ConflictError: others kept changing one of the timers.
         """
+        static_source = encode_name(source)
+        last_runs_ms = last_runs_ms or {}
+
+        def arm(
+            definition: Definition, state: TimerState | None, now_ms: int
+        ) -> policy.Arming | None:
+            return policy.arm(
+                definition,
+                state,
+                now_ms,
+                last_run_ms=last_runs_ms.get(definition.name),
+                adopt=bool(source and state and state.source != static_source),
+                revive=bool(source),
+            )
+
         changed = 0
         for batch in _sized_chunks(definitions):
-            changed += self._save_batch(batch, encode_name(source), last_runs_ms or {})
+            now_ms = self.now_ms() if any(map(policy.needs_time, batch)) else 0
+            changed += self._write(batch, arm, static_source, now_ms)
             on_batch()
-        return changed
-
-    def replace(self, state: TimerState, definition: Definition) -> bool:
-        """Give a timer another definition; return False when it is not in this state any more."""
-        arming = policy.arm(definition, state, self.now_ms())
-        if arming is None:
-            return True
-        return bool(self._upsert([_upsert_arguments(definition, state, arming, state.source)])[0])
-
-    def _save_batch(
-        self, batch: Sequence[Definition], source: str, last_runs_ms: Mapping[str, int]
-    ) -> int:
-        changed, waiting = 0, list(batch)
-        for _ in attempts(batch[0].name):
-            now_ms, states = self.states([definition.id for definition in waiting])
-            armed = []
-            for definition, state in zip(waiting, states, strict=True):
-                arming = policy.arm(
-                    definition,
-                    state,
-                    now_ms,
-                    last_run_ms=last_runs_ms.get(definition.name),
-                    adopt=bool(source and state and state.source != source),
-                    revive=bool(source),
-                )
-                if arming is not None:
-                    armed.append((definition, state, arming))
-            codes = self._upsert([_upsert_arguments(*each, source) for each in armed])
-            changed += sum(1 for code in codes if code)
-            waiting = [
-                definition for (definition, *_), code in zip(armed, codes, strict=True) if not code
-            ]
-            if not waiting:
-                break
         return changed
 
     def save_broken(self, entries: Mapping[str, tuple[str, str]], *, source: str) -> None:
         """List entries that could not be read: name to what is known of it and the reason."""
-        for batch in _chunks(list(entries.items()), BATCH):
-            _, states = self.states([timer_id(name) for name, _ in batch])
-            rows = []
-            for (name, (blob, reason)), state in zip(batch, states, strict=True):
-                revision = hashlib.blake2b(
-                    f"{blob}\n{reason}".encode(), digest_size=12
-                ).hexdigest()[:16]
-                if state is None or state.revision != revision:
-                    read = (state.revision, state.status) if state else ("", "")
-                    rows.append(
-                        (
-                            timer_id(name),
-                            *read,
-                            revision,
-                            "broken",
-                            "",
-                            encode_name(source),
-                            reason,
-                            blob,
-                            0,
-                        )
-                    )
-            self._upsert(rows)
+        unread = [_BrokenEntry(name, *entry) for name, entry in entries.items()]
+        for batch in _chunks(unread, _UPSERTS):
+            self._write(batch, _BrokenEntry.arm, encode_name(source))
 
-    def _upsert(self, rows: Sequence[tuple[Any, ...]]) -> list[int]:
-        if not rows:
-            return []
-        return list(self._call("upsert", *(value for row in rows for value in row)))
+    def replace(self, state: TimerState, definition: Definition) -> bool:
+        """Give a timer another definition; return False when it is not in this state any more."""
+        now_ms = self.now_ms() if policy.needs_time(definition) else 0
+        arming = policy.arm(definition, state, now_ms)
+        return arming is None or not self._upsert([(definition, state, arming)], state.source)[1]
+
+    def _write(
+        self,
+        batch: Sequence[_Stored],
+        arm: Callable[[_Stored, TimerState | None, int], policy.Arming | None],
+        source: str,
+        now_ms: int = 0,
+    ) -> int:
+        """Write a batch as ``arm`` says; return how many were written.
+
+        Each is tried as new first: most are, and the answer tells what is stored of the others.
+        """
+        changed = 0
+        read: Iterable[tuple[_Stored, TimerState | None]] = [(each, None) for each in batch]
+        for _ in attempts(batch[0].name):
+            rows = [
+                (each, state, arming)
+                for each, state in read
+                if (arming := arm(each, state, now_ms)) is not None
+            ]
+            if not rows:
+                break
+            now_ms, refused = self._upsert(rows, source)
+            changed += len(rows) - len(refused)
+            read = [(rows[place][0], state) for place, state in refused.items()]
+            if not read:
+                break
+        return changed
+
+    def _upsert(
+        self, rows: Sequence[_Row], source: str
+    ) -> tuple[int, dict[int, TimerState | None]]:
+        """Return the server's time, and the state of each timer that is not as it was read."""
+        arguments = [text for row in rows for text in _upsert_arguments(*row)]
+        now_ms, *refused = self._call("upsert", source, *arguments)
+        hashes = zip(refused[::2], refused[1::2], strict=True)
+        return now_ms, {
+            place: _state(rows[place][0].id, dict(zip(flat[::2], flat[1::2], strict=True)))
+            for place, flat in hashes
+        }
 
     def states(self, ids: Sequence[str]) -> tuple[int, list[TimerState | None]]:
         """Return the server's time and each timer's state; None for one that is not there."""
@@ -598,20 +739,29 @@ class Store:
             ]
         return found
 
-    def timer_ids(self) -> list[str]:
-        """Return every timer's id, triggers included: active ones by time, then the others."""
-        return [*self._by_score("timer_queue"), *self._by_score("inactive_timers")]
+    def timer_ids(self, limit: int | None = None) -> list[str]:
+        """Return every timer's id, triggers included: active ones by time, then the others.
 
-    def owned_ids(self, instance: str) -> list[str]:
+        Args:
+            limit: how many to return at most, few enough for one command; None for all.
+        """
+        active = self._by_score("timer_queue", limit=limit)
+        left = None if limit is None else limit - len(active)
+        return [*active, *self._by_score("inactive_timers", limit=left)]
+
+    def owned_ids(self, instance: str, limit: int | None = None) -> list[str]:
         """Return the ids of the timers that an instance owns, by their next time."""
-        return self._by_score("instance_timers", instance)
+        return self._by_score("instance_timers", instance, limit)
 
     def scores(self, what: str, id: str | None = None) -> dict[str, float]:
         """Return a sorted set's scores; what is there all along is not missed, however it moves."""
         with self._errors():
             return dict(self.client.zscan_iter(self.keys(what, id), count=1000))
 
-    def _by_score(self, what: str, id: str | None = None) -> list[str]:
+    def _by_score(self, what: str, id: str | None = None, limit: int | None = None) -> list[str]:
+        if limit is not None:
+            with self._errors():
+                return list(self.client.zrange(self.keys(what, id), 0, limit - 1)) if limit else []
         scores = self.scores(what, id)
         return sorted(scores, key=lambda member: (scores[member], member))
 
@@ -645,6 +795,23 @@ class Store:
         """Run a timer now; return the code of ``trigger.lua``."""
         return int(self._call("trigger", id, trigger_id))
 
+    # -- runs
+
+    def claim_run(self, task_id: str, token: str, keep_ms: int) -> str | None:
+        """Claim a run for a message; return the token that has claimed it before, else None.
+
+        Args:
+            task_id: the run's.
+            token: stands for the message.
+            keep_ms: how long the claim is kept.
+        """
+        key = self.keys("run", encode_name(task_id))
+        with self._errors():
+            if self.client.set(key, token, nx=True, px=keep_ms):
+                return None
+            holder: str | None = self.client.get(key)
+        return holder
+
     # -- wake-ups
 
     def listen(
@@ -675,7 +842,7 @@ def attempts(timer: str) -> Iterator[None]:
     """
     for attempt in range(_CONFLICTS):
         yield
-        longest = min(_LONGEST_PAUSE, 0.001 * 2 ** min(attempt, 16))
+        longest = min(_LONGEST_PAUSE, 0.001 * (2 ** min(attempt, 16) - 1))
         time.sleep(random.uniform(0, longest))  # noqa: S311 - spreads writers, keeps no secret
     raise ConflictError(f"timer {shown(timer)} was changed by others {_CONFLICTS} times meanwhile")
 
@@ -715,22 +882,52 @@ def _redis_py_url(url: str) -> str:
     return url
 
 
+@dataclass(frozen=True, slots=True)
+class _BrokenEntry:
+    """What is stored of an entry that could not be read."""
+
+    name: str
+    blob: str
+    reason: str
+
+    @property
+    def id(self) -> str:
+        return timer_id(self.name)
+
+    @property
+    def revision(self) -> str:
+        text = f"{self.blob}\n{self.reason}".encode(errors="backslashreplace")
+        return hashlib.blake2b(text, digest_size=12).hexdigest()[:16]
+
+    def arm(self, existing: TimerState | None, now_ms: int) -> policy.Arming | None:
+        """Return how it leaves the timer, or None when it is stored already."""
+        if existing is not None and existing.revision == self.revision:
+            return None
+        return policy.Arming("broken", reason=self.reason)
+
+
+_Stored = TypeVar("_Stored", Definition, _BrokenEntry)
+_Row: TypeAlias = "tuple[Definition | _BrokenEntry, TimerState | None, policy.Arming]"
+
+
 def _upsert_arguments(
-    definition: Definition, state: TimerState | None, arming: policy.Arming, source: str
-) -> tuple[Any, ...]:
-    due = "keep" if arming.keeps_due else arming.due_ms
+    stored: Definition | _BrokenEntry, state: TimerState | None, arming: policy.Arming
+) -> tuple[str, str, str]:
+    """Return the three texts that ``upsert.lua`` takes for a timer."""
+    anew = int(state is not None and state.is_finished)
     return (
-        definition.id,
-        state.revision if state else "",
-        state.status if state else "",
-        definition.revision,
-        arming.status,
-        "" if due is None else due,
-        source,
-        "",
-        definition.blob,
-        int(state is not None and state.is_finished),
+        f"{stored.id} {stored.revision} {arming.status} {_due(arming)} {anew} {arming.reason}",
+        f"{state.revision} {state.status}" if state else "",
+        stored.blob,
     )
+
+
+def _due(arming: policy.Arming) -> str:
+    if arming.delay_ms is not None:
+        return f"+{arming.delay_ms}"
+    if arming.keeps_due:
+        return "keep"
+    return "-" if arming.due_ms is None else str(arming.due_ms)
 
 
 def _time_ms(answer: tuple[int, int]) -> int:
@@ -778,14 +975,25 @@ def _maybe_int(text: str) -> int | None:
     return int(text) if _is_whole(text) else None
 
 
-def _due_timer(text: str) -> DueTimer:
-    values = ["" if value == "-" else value for value in text.split()]
-    if len(values) != 9:  # edited by hand
-        return DueTimer(values[0], "active", "", "", "", 0, "", 0, "")
-    id, status, revision, created, due, runs, last_sent, attempts, parent = values
-    return DueTimer(
-        id, status, revision, created, due, _number(runs), last_sent, _number(attempts), parent
+def _turn(answer: list[str]) -> Turn:
+    head, *rows = answer
+    now_ms, micros, heartbeat_ms, more, next_ms, elsewhere_ms = map(int, head.split(" "))
+    return Turn(
+        now_ms,
+        micros,
+        heartbeat_ms,
+        bool(more),
+        _expiry(next_ms),
+        _expiry(elsewhere_ms),
+        [_due_timer(row) for row in rows],
     )
+
+
+def _due_timer(text: str) -> DueTimer:
+    values = text.split(" ")
+    if len(values) != len(DueTimer._fields):  # edited by hand
+        return DueTimer(values[0], "active")
+    return DueTimer._make(values)
 
 
 def _instance(row: Mapping[str, str], owned: object) -> Instance:
@@ -800,6 +1008,8 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
         heartbeat_at=to_datetime(_number(row.get("heartbeat_at", ""))),
         version=row.get("version", ""),
         dispatch=row.get("dispatch", ""),
+        dispatch_reason=row.get("dispatch_reason", ""),
+        broker=row.get("broker", ""),
         timers=owned if isinstance(owned, int) else 0,
         sent=_number(row.get("sent", "")),
         skipped=_number(row.get("skipped", "")),
@@ -823,7 +1033,7 @@ def _sized_chunks(definitions: Iterable[Definition]) -> Iterator[list[Definition
     batch: list[Definition] = []
     size = 0
     for definition in definitions:
-        if batch and (len(batch) == BATCH or size + len(definition.blob) > _BATCH_BYTES):
+        if batch and (len(batch) == _UPSERTS or size + len(definition.blob) > _BATCH_BYTES):
             yield batch
             batch, size = [], 0
         batch.append(definition)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
+from functools import partial
 from typing import Any, TypeAlias, overload
 
 from celery import Celery, Task
@@ -40,7 +41,7 @@ from celery_dtimer.options import check_options
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store, attempts
-from celery_dtimer.worker import callback_body
+from celery_dtimer.worker import RunClaims, callback_body, remembered_ms
 
 #: What a schedule may be given as.
 ScheduleLike = float | timedelta | datetime | str | BaseSchedule | schedules.Schedule
@@ -48,6 +49,7 @@ ScheduleLike = float | timedelta | datetime | str | BaseSchedule | schedules.Sch
 CallbackLike: TypeAlias = "Task[..., Any] | Signature[Any] | str"  # Celery 5.5's are no generics
 
 _BEATS_SERVICE = "dtimer_beats_service"  # the attribute of an app that holds the first one named
+_PAGE = 1000  # timers that are read at once
 _STATUSES = ("active", "paused", "stopped", "broken")
 
 
@@ -75,6 +77,7 @@ class DistributedTimer:
         self.app = app
         self._service = service
         self._callbacks: dict[str, Task[..., Any] | str] = {}
+        self._claims = RunClaims(app)
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._scheduler: DistributedScheduler | None = None
@@ -101,11 +104,21 @@ class DistributedTimer:
 
     @overload
     def callback(
-        self, name: str | None = None, *, schedule: ScheduleLike | None = None, **options: Any
+        self,
+        name: str | None = None,
+        *,
+        schedule: ScheduleLike | None = None,
+        run_once: bool | float | timedelta = False,
+        **options: Any,
     ) -> Callable[[Callable[..., Any]], Task[..., Any]]: ...
 
     def callback(
-        self, name: Any = None, *, schedule: ScheduleLike | None = None, **options: Any
+        self,
+        name: Any = None,
+        *,
+        schedule: ScheduleLike | None = None,
+        run_once: bool | float | timedelta = False,
+        **options: Any,
     ) -> Any:
         """Turn a function into a Celery task that receives its timer first.
 
@@ -118,21 +131,28 @@ class DistributedTimer:
             name: the callback's short name; by default the function's.
             schedule: declares a static timer of that name, which every beat of the app creates
                 once.
+            run_once: drop the second message of a run, which there is when a beat ends between
+                sending a run and remembering that it has. A retry still runs, and so does a message
+                that is delivered again because its worker died. Seconds or a timedelta: how long a
+                run is remembered, in Redis, from its start; True is one day.
             **options: further options of the Celery task; with a schedule, ``args``, ``kwargs``,
                 ``timezone`` and ``description`` are the timer's.
 
         Raises:
-            InvalidTimerError: another callback has the short name, or the function takes no timer.
+            InvalidTimerError: another callback has the short name, the function takes no timer, or
+                ``run_once`` is no time.
         """
+        keep_ms = remembered_ms(run_once)
         if callable(name):
-            return self._callback(name, None, None, {})
-        return lambda function: self._callback(function, name, schedule, options)
+            return self._callback(name, None, None, None, {})
+        return lambda function: self._callback(function, name, schedule, keep_ms, options)
 
     def _callback(
         self,
         function: Callable[..., Any],
         name: str | None,
         schedule: ScheduleLike | None,
+        keep_ms: int | None,
         options: dict[str, Any],
     ) -> Task[..., Any]:
         short_name = name or function.__name__
@@ -149,7 +169,8 @@ class DistributedTimer:
             )
         options.setdefault("name", self.app.gen_task_name(function.__name__, function.__module__))
         decorator: Any = self.app.task(bind=True, **options)
-        task: Task[..., Any] = decorator(callback_body(function))
+        once = [] if keep_ms is None else [partial(self._claims.claim, keep_ms=keep_ms)]
+        task: Task[..., Any] = decorator(callback_body(function, *once))
         self._register(short_name, task)  # unread: a task is made when Celery's app is complete
         if schedule is not None:
             zone = timer_fields.get("timezone")
@@ -217,14 +238,16 @@ class DistributedTimer:
             ConflictError: others kept changing the timer.
         """
         definition = self._definition(
-            name,
-            schedule,
-            callback,
-            args=args,
-            kwargs=kwargs,
-            timezone=timezone,
-            description=description,
-            **options,
+            {
+                "name": name,
+                "schedule": schedule,
+                "callback": callback,
+                "args": args,
+                "kwargs": kwargs,
+                "timezone": timezone,
+                "description": description,
+                **options,
+            }
         )
         self.store.save([definition])
         return definition.id
@@ -256,49 +279,48 @@ class DistributedTimer:
         return [definition.id for definition in definitions.values()]
 
     def _definition_at(self, place: int, keywords: Mapping[str, Any]) -> Definition:
-        if not isinstance(keywords, Mapping) or not all(isinstance(key, str) for key in keywords):
+        if not isinstance(keywords, Mapping):
             raise invalid(f"timers[{place}]", keywords, "a dict with the keywords of create_timer")
-        missing = sorted({"name", "schedule", "callback"} - keywords.keys())
+        missing = _REQUIRED_FIELDS - keywords.keys()
         if missing:
-            raise InvalidTimerError(f"timers[{place}]: {', '.join(missing)} is missing")
+            raise InvalidTimerError(f"timers[{place}]: {', '.join(sorted(missing))} is missing")
         try:
-            return self._definition(**keywords)
+            return self._definition(keywords)
         except InvalidTimerError as exc:
             raise InvalidTimerError(
                 f"timers[{place}] ({shown(keywords.get('name'))}): {exc}"
             ) from exc
 
-    def _definition(
-        self,
-        name: str,
-        schedule: ScheduleLike,
-        callback: CallbackLike,
-        *,
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        timezone: tzinfo | str | None = None,
-        description: str = "",
-        **options: Any,
-    ) -> Definition:
+    def _definition(self, keywords: Mapping[str, Any]) -> Definition:
+        """Return what the keywords of `create_timer` describe, checked."""
+        name, description = keywords["name"], keywords.get("description", "")
         if not isinstance(name, str):
             raise invalid("name", name, "a str")
         if not isinstance(description, str):
             raise invalid("description", description, "a str")
-        task, args, kwargs, options = self._call(callback, args, kwargs, options)
+        task, args, kwargs, options = self._call(
+            keywords["callback"],
+            keywords.get("args"),
+            keywords.get("kwargs"),
+            {key: value for key, value in keywords.items() if key not in _DEFINITION_FIELDS},
+        )
         definition = Definition(
             name=name,
             task=task,
             schedule=schedules.parse(
-                schedule, timezone=timezone, default_timezone=self.app.timezone
+                keywords["schedule"],
+                timezone=keywords.get("timezone"),
+                default_timezone=self.app.timezone,
             ),
             args=args,
             kwargs=kwargs,
             options=check_options(options),
             description=description,
         )
-        check_storable("args", definition.args)
-        check_storable("kwargs", definition.kwargs)
-        check_storable("options", definition.options)
+        for field in ("args", "kwargs", "options"):
+            value = getattr(definition, field)
+            if value:
+                check_storable(field, value)
         return check_size(definition)
 
     def _call(
@@ -390,22 +412,38 @@ class DistributedTimer:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise invalid(key, value, "a whole number, 0 or more")
         pattern = None if name is None else name.replace("[", "[[]")  # only * and ? are special
-        store = self.store
-        ids = store.timer_ids() if instance is None else store.owned_ids(instance)
         wanted_task = None if task is None else self._task_name_of(task)
-        found: list[Timer] = []
-        end = None if limit is None else offset + limit
-        for start in range(0, len(ids), 1000):
-            found += [
-                timer
-                for timer in store.timers(ids[start : start + 1000])
-                if (status is None or timer.status == status)
+
+        def matches(timer: Timer) -> bool:
+            return (
+                (status is None or timer.status == status)
                 and (pattern is None or fnmatch.fnmatchcase(timer.name, pattern))
                 and (wanted_task is None or timer.task == wanted_task)
-            ]
+            )
+
+        end = None if limit is None else offset + limit
+        if status is name is task is None and end is not None and end <= _PAGE:
+            ids = self._ids(instance, end)
+            found = self._found(ids, matches, end)
+            if len(found) == end or len(ids) < end:
+                return found[offset:]
+        return self._found(self._ids(instance), matches, end)[offset:end]
+
+    def _ids(self, instance: str | None, limit: int | None = None) -> list[str]:
+        if instance is None:
+            return self.store.timer_ids(limit)
+        return self.store.owned_ids(instance, limit)
+
+    def _found(
+        self, ids: Sequence[str], matches: Callable[[Timer], bool], end: int | None
+    ) -> list[Timer]:
+        """Return the timers that match, at least so many if there are."""
+        found: list[Timer] = []
+        for start in range(0, len(ids), _PAGE):
+            found += filter(matches, self.store.timers(ids[start : start + _PAGE]))
             if end is not None and len(found) >= end:
                 break
-        return found[offset:end]
+        return found
 
     def get_instance_timers(self, instance: str | None = None) -> list[Timer]:
         """Return the timers that an instance owns, by their next run.
@@ -474,13 +512,15 @@ class DistributedTimer:
             stored = {key: value for key, value in stored.items() if key not in callback.options}
         merged = {**stored, **options}
         return self._definition(
-            definition.name,
-            self._changed_schedule(definition.schedule, changes),
-            callback,
-            args=changes.get("args", args),
-            kwargs=changes.get("kwargs", kwargs),
-            description=changes.get("description", definition.description),
-            **{key: value for key, value in merged.items() if value is not None},
+            {
+                "name": definition.name,
+                "schedule": self._changed_schedule(definition.schedule, changes),
+                "callback": callback,
+                "args": changes.get("args", args),
+                "kwargs": changes.get("kwargs", kwargs),
+                "description": changes.get("description", definition.description),
+                **{key: value for key, value in merged.items() if value is not None},
+            }
         )
 
     def _changed_schedule(
@@ -613,9 +653,8 @@ class DistributedTimer:
         return definition
 
 
-_DEFINITION_FIELDS = frozenset(
-    {"schedule", "callback", "args", "kwargs", "timezone", "description"}
-)
+_REQUIRED_FIELDS = frozenset({"name", "schedule", "callback"})
+_DEFINITION_FIELDS = _REQUIRED_FIELDS | {"args", "kwargs", "timezone", "description"}
 
 
 def _in_timezone(schedule: schedules.Schedule, timezone: tzinfo | str | None) -> schedules.Schedule:

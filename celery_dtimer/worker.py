@@ -1,15 +1,41 @@
-"""What runs in the worker: the task of a timer callback, which receives its timer first."""
+"""What runs in the worker: the task of a timer callback, which receives its timer first.
+
+A callback with ``run_once`` drops the second message of a run. There is one when an instance ends
+between publishing a run and committing it: the next owner sends the run again, under the same task
+id. The first message to start claims the run, in Redis, for a stated time:
+
+- the message that holds the claim runs as often as the broker delivers it (its worker died, say),
+  and so do the retries that its task asks for;
+- any other message of the run is dropped;
+- while Redis can not be reached every message runs: rather twice than never.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from functools import wraps
+from datetime import datetime, timedelta
+from functools import cached_property, wraps
 from typing import Any
 
-from celery_dtimer.errors import invalid
+from celery import Celery, signals
+from celery.exceptions import Ignore
+
+from celery_dtimer.errors import DistributedTimerError, invalid
+from celery_dtimer.settings import Settings
+from celery_dtimer.store import Store
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = timedelta(days=1)  # with run_once=True
+_LONGEST_REMEMBERED = timedelta(days=3650)
+_LONGEST_WAIT = 2.0  # seconds that one call to Redis may hold a task up
+
+# The brokers, by kombu's driver_type, where a message keeps the tag it was published with.
+_TAG_KEEPERS = ("redis", "memory", "filesystem", "sql")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +69,109 @@ def timer_of(request: Any) -> CallbackTimer | None:
     return CallbackTimer.from_header(header) if header else None
 
 
+def remembered_ms(run_once: object) -> int | None:
+    """Return for how many ms ``run_once`` has a run remembered, None when it is off.
+
+    Raises:
+        InvalidTimerError: it is neither a bool nor a usable time.
+    """
+    if run_once is None or run_once is False:
+        return None
+    time = _REMEMBERED if run_once is True else run_once
+    seconds = time.total_seconds() if isinstance(time, timedelta) else time
+    longest = _LONGEST_REMEMBERED.total_seconds()
+    if not isinstance(seconds, (int, float)) or not 0.001 <= seconds <= longest:
+        accepted = "True, or seconds or a timedelta from 1 ms to 3650 days"
+        raise invalid("run_once", run_once, accepted)
+    return round(seconds * 1000)
+
+
+class RunClaims:
+    """Lets one message of each run through: the first that starts.
+
+    Its connections to Redis belong to the process that uses them and are made on first use: the
+    children of a worker that forks have their own.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        """Prepare for an app's workers; nothing is contacted before a run is claimed."""
+        self._app = app
+        self._stores: dict[tuple[int, str], Store] = {}  # by process and service
+        self._is_down = False
+
+    def claim(self, request: Any, timer: CallbackTimer, keep_ms: int) -> None:
+        """Claim a run for the message that is about to run, unless it is the task's own retry.
+
+        Raises:
+            Ignore: another message of the run has started before. Celery then acknowledges this
+                one and stores nothing: what is stored under the task id is the first one's.
+        """
+        if request.is_eager or request.retries:
+            return
+        token = self._token(request, timer)
+        try:
+            holder = self._store(timer.service).claim_run(request.id, token, keep_ms)
+        except DistributedTimerError as exc:
+            self._warn(exc)
+            return
+        self._is_down = False
+        if holder is not None and not self._is_same(holder, token, request):
+            logger.info(
+                "Run %s of timer %s (%s) was started from another message; this one is dropped",
+                *(request.id, timer.id, timer.name),
+            )
+            raise Ignore(f"run {request.id} was started from another message")
+
+    def close(self, **_: Any) -> None:
+        """Drop the connections of this process; the next claim opens new ones."""
+        for key in list(self._stores):
+            if key[0] == os.getpid():
+                self._stores.pop(key).close()
+
+    def _token(self, request: Any, timer: CallbackTimer) -> str:
+        """Return what tells the message from another of its run: its tag, else who sent it.
+
+        Where a tag is new with each delivery, a message that is delivered again because its worker
+        died would be taken for a duplicate of itself.
+        """
+        tag = (request.properties or {}).get("delivery_tag")
+        return str(tag) if tag and self._driver in _TAG_KEEPERS else timer.instance
+
+    def _is_same(self, holder: str, token: str, request: Any) -> bool:
+        """Say whether the message that holds the claim is, or may be, this one."""
+        if holder != token:
+            return False
+        # RabbitMQ tells whether it may have delivered a message before.
+        return self._driver != "amqp" or bool((request.delivery_info or {}).get("redelivered"))
+
+    def _store(self, service: str) -> Store:
+        key = os.getpid(), service
+        store = self._stores.get(key)
+        if store is None:
+            settings = Settings.from_app(self._app, service)
+            timeout = min(settings.call_timeout, _LONGEST_WAIT)
+            store = self._stores.setdefault(key, Store(settings, timeout=timeout))
+            # Held weakly; without an id Celery 5.5 takes the methods of all objects for one.
+            signal_id = f"{__name__}.{id(self)}"
+            signals.worker_process_shutdown.connect(self.close, dispatch_uid=signal_id)
+            signals.worker_shutdown.connect(self.close, dispatch_uid=signal_id)
+        return store
+
+    @cached_property
+    def _driver(self) -> str:
+        with self._app.connection_for_read() as connection:  # contacts nobody
+            return str(connection.transport.driver_type)
+
+    def _warn(self, exc: Exception) -> None:
+        """Log the first failure of an outage."""
+        if not self._is_down:
+            logger.warning(
+                "Runs can not be claimed; until they can, duplicates run too, run_once or not: %s",
+                exc,
+            )
+        self._is_down = True
+
+
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -50,11 +179,19 @@ _POSITIONAL = (
 )
 
 
-def callback_body(function: Callable[..., Any]) -> Callable[..., Any]:
+def callback_body(
+    function: Callable[..., Any],
+    admit: Callable[[Any, CallbackTimer], None] = lambda request, timer: None,
+) -> Callable[..., Any]:
     """Return the body of a bound Celery task that calls the function with its timer first.
 
     Called as a plain function (in a test, say) the task passes its arguments on unchanged; sent by
     other means than a timer, it passes None for the timer.
+
+    Args:
+        function: the user's.
+        admit: called with the task's request and its timer before each run that a timer sent; the
+            function is not called if it raises.
 
     Raises:
         InvalidTimerError: the function takes no positional argument for its timer.
@@ -70,7 +207,10 @@ def callback_body(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self.request.called_directly:
             return function(*args, **kwargs)
-        return function(timer_of(self.request), *args, **kwargs)
+        timer = timer_of(self.request)
+        if timer is not None:
+            admit(self.request, timer)
+        return function(timer, *args, **kwargs)
 
     task = inspect.Parameter("_celery_task", inspect.Parameter.POSITIONAL_ONLY)
     if first.kind is inspect.Parameter.VAR_POSITIONAL:

@@ -13,7 +13,7 @@ import redis
 from celery import Celery, _state
 
 from tests.ledger import QueueReader
-from tests.servers import RedisServer, find_server
+from tests.servers import RABBITMQ, RabbitMQ, RedisServer, find_server
 from tests.tcp_proxy import TcpProxy
 
 # Short enough that a failover takes two seconds, long enough for a busy machine.
@@ -74,6 +74,28 @@ def fresh_redis(server_program: str, tmp_path: Path) -> Iterator[FreshRedis]:
     yield start
     for server in servers:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_program() -> Path:
+    """The node to test with; without one, tests are skipped here and fail in CI."""
+    if not RABBITMQ.exists():
+        if os.environ.get("CI"):
+            pytest.fail("RabbitMQ is missing: the tests need Debian's rabbitmq-server")
+        pytest.skip("RabbitMQ is not installed")
+    return RABBITMQ
+
+
+@pytest.fixture
+def rabbitmq(rabbitmq_program: Path, tmp_path: Path) -> Iterator[RabbitMQ]:
+    """A node of the test's own, that it may kill and freeze."""
+    folder = tmp_path / "rabbitmq"
+    folder.mkdir()
+    node = RabbitMQ(folder)
+    try:
+        yield node.start()
+    finally:
+        node.close()
 
 
 class KeyLeaks:

@@ -1,148 +1,255 @@
--- Settle what an instance has done with its due timers: each one only if it is still as it was read.
+-- Settle what an instance has done with its due timers, each one only if it is still as it was read; then read the next.
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] sequence number of this call
--- ARGV[5] ms that a finished one-shot is kept   then per timer, one text with blanks in between:
---   id, created, revision, due (as they were read), what was done, and by what was done:
---     run         next due in ms ("-" it has finished), runs skipped, definition that is kept of a finished one
---     refused     ms until it is tried again, "-"
---     lacking     ms until it is tried again, "-"   it needs code that another instance may have
---     broken      "-", "-", reason
---     unreadable  "-", "-", reason   its state could not be read: it is not compared
---     missing     "-", "-"   there was no active timer's hash
--- Returns one code per timer, with blanks in between: 1 settled, 0 owned by another instance, -2 changed, -3 gone,
--- -4 not active; or the number -1 when the epoch is over. A refused run is remembered in its timer as last_sent, if it is the same creation.
--- A call with the number of the last one (its reply was lost) gets that answer and changes nothing.
--- Worst case: O(timers of the call * log timers).
+-- ARGV[5] ms that a finished one-shot is kept   ARGV[6] due timers that are read afterwards, 0 for none
+-- ARGV[7] 1 to note those as in flight, because they are published before they are committed
+-- ARGV[8] the timers' database   ARGV[9] the broker's, "" when nothing is pushed
+-- ARGV[10] a key in the broker's database   ARGV[11] its value: proves that this server is the broker's
+-- ARGV[12] number of targets   then per target: command (LPUSH, PUBLISH, PEXPIRE), key
+-- then per timer:
+--   id
+--   creation, revision, due time as they were read, with blanks in between
+--   what was done, and the next argument by what was done:
+--     run         next due in ms ("-" it has finished), blank, runs skipped   then what is kept of a finished one's definition
+--     refused     ms until it is tried again
+--     lacking     ms until it is tried again   it needs code that another instance may have
+--     broken      reason
+--     unreadable  reason   its state could not be read: it is not compared
+--     missing     ""   there was no active timer's hash
+--   targets of the run's message by their number, with blanks in between, "" when it has been published before
+--   one value per target
+-- Returns {codes with blanks in between, then lines with the errors of refused pushes; the list of read_due(), or an empty one}.
+--   Codes: 1 settled, 0 owned by another instance, -2 changed, -3 gone, -4 not active, -5 its push was refused: nothing of
+--   this timer was written.
+-- Returns the number -1 when the epoch is over, -3 when the server is not the broker's: then nothing was written, but for
+--   a published run of an epoch that is over: like every published run whose commit is refused, it is remembered in its
+--   timer as last_sent, if it is the same creation.
+-- A call with the number of the last one (its reply was lost) gets its codes, and changes nothing.
+-- Worst case: O(timers of the call * log timers), and their messages.
 
-local id, sequence, keep = ARGV[2], ARGV[4], tonumber(ARGV[5])
+local call = redis.call
+local id, sequence, keep, limit, marks = ARGV[2], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == '1'
+local home, database, link, proof = ARGV[8], ARGV[9], ARGV[10], ARGV[11]
 local instance, own = key('instance', id), key('instance_timers', id)
 local live = holds_epoch(id, ARGV[3])
 local last = live and fields(instance, 'commit_sequence', 'commit_answer') or {}
+local next_due = function()
+  return limit > 0 and read_due(id, limit, marks) or {}
+end
 if last[1] == sequence then
-  return last[2]
+  return {last[2], next_due()}
 end
 
-local function finish(timer, row, due, summary)
+local pushes = live and database ~= ''
+local elsewhere = pushes and database ~= home
+if pushes and not is_broker(home, database, link, proof) then
+  return UNLINKED
+end
+
+local targets, position = {}, 13
+for n = 1, tonumber(ARGV[12]) do
+  targets[n] = {command = ARGV[position], key = ARGV[position + 1]}
+  position = position + 2
+end
+
+local numbers_of = {['1'] = {1}, [''] = {}}
+local function numbers(text)
+  local found = numbers_of[text]
+  if not found then
+    found = {}
+    for each in string.gmatch(text, '%d+') do
+      found[#found + 1] = tonumber(each)
+    end
+    numbers_of[text] = found
+  end
+  return found
+end
+
+-- What the server would say against a push, or nil. Redis before 7 does not tell what its user may do.
+local function refusal(target, value)
+  if redis.acl_check_cmd and not redis.acl_check_cmd(target.command, target.key, value) then
+    return 'NOPERM ' .. target.command .. ' ' .. target.key .. ' is not allowed'
+  end
+  local found = target.command == 'LPUSH' and redis.pcall('TYPE', target.key) or {ok = 'none'}
+  if found.ok and found.ok ~= 'none' and found.ok ~= 'list' then
+    return 'WRONGTYPE ' .. target.key .. ' is not a list'
+  end
+  return found.err
+end
+
+-- Push a message whose values stand from `from` on; answers an error text, or nil. A message with several pushes goes as
+-- a whole or not at all: what could still fail after the first, by the key's type or the user's rights, is looked at before.
+local function push(to, from)
+  if elsewhere then
+    call('SELECT', database)
+  end
+  local problem
+  if #to > 1 then
+    for i, number in ipairs(to) do
+      problem = problem or refusal(targets[number], ARGV[from + i - 1])
+    end
+  end
+  if not problem then
+    for i, number in ipairs(to) do
+      local target = targets[number]
+      local answer = redis.pcall(target.command, target.key, ARGV[from + i - 1])
+      if type(answer) == 'table' and answer.err then
+        problem = string.gsub(answer.err, '[\r\n]', ' ')
+        break
+      end
+    end
+  end
+  if elsewhere then
+    call('SELECT', home)
+  end
+  return problem
+end
+
+local function finish(timer, name, row, due, summary)
   unschedule(timer, id)
-  if row.parent or (keep == 0 and not row.source) then
+  local more = fields(name, 'parent', 'source')
+  if more[1] or (keep == 0 and not more[2]) then
     erase(timer)
     return
   end
-  redis.call('HSET', key('timer', timer), 'status', 'stopped', 'reason', 'finished', 'last_run', due,
-    'runs', whole(number(row.runs, 0) + 1))
-  redis.call('HDEL', key('timer', timer), 'owner', 'attempts', 'last_sent', 'due', 'at')
-  redis.call('ZADD', INACTIVE, row.source and '+inf' or whole(NOW + keep), timer)
-  redis.call('SET', key('timer_definition', timer), summary)
+  call('HSET', name, 'status', 'stopped', 'reason', 'finished', 'last_run', due, 'runs', whole(number(row[6], 0) + 1))
+  call('HDEL', name, 'owner', 'attempts', 'last_sent', 'due', 'at')
+  call('ZADD', INACTIVE, more[2] and '+inf' or whole(NOW + keep), timer)
+  call('SET', key('timer_definition', timer), summary)
 end
 
-local function advance(timer, row, due, next_due, skipped)
-  local at = whole(math.max(tonumber(next_due), tonumber(due) + 1))
-  local name = key('timer', timer)
-  redis.call('HSET', name, 'due', at, 'at', at, 'last_run', due, 'runs', whole(number(row.runs, 0) + 1))
-  if row.last_sent or row.attempts then
-    redis.call('HDEL', name, 'last_sent', 'attempts')
+local rescheduled = {} -- scores and members, for one ZADD each at the end: calls are what a script's time goes into
+local counts = {run = 0, refused = 0, broken = 0, unreadable = 0, missing = 0, lacking = 0, skipped = 0}
+
+local function advance(timer, name, row, due, at, skipped)
+  if tonumber(at) <= tonumber(due) then
+    at = whole(tonumber(due) + 1)
+  end
+  call('HSET', name, 'due', at, 'at', at, 'last_run', due, 'runs', whole(number(row[6], 0) + 1))
+  if row[7] or row[8] then
+    call('HDEL', name, 'last_sent', 'attempts')
   end
   if skipped ~= '0' then
-    redis.call('HSET', name, 'skipped', whole(number(row.skipped, 0) + skipped))
+    counts.skipped = counts.skipped + tonumber(skipped)
+    call('HSET', name, 'skipped', whole(number(fields(name, 'skipped')[1], 0) + skipped))
   end
-  redis.call('ZADD', QUEUE, at, timer)
-  redis.call('ZADD', own, at, timer)
+  rescheduled[#rescheduled + 1] = at
+  rescheduled[#rescheduled + 1] = timer
 end
 
-local function postpone(timer, row, delay)
+local function postpone(timer, name, row, delay)
   local at = whole(NOW + number(delay, 0))
-  redis.call('HSET', key('timer', timer), 'at', at, 'attempts', whole(number(row.attempts, 0) + 1))
-  redis.call('ZADD', QUEUE, at, timer)
-  redis.call('ZADD', own, at, timer)
+  call('HSET', name, 'at', at, 'attempts', whole(number(row[8], 0) + 1))
+  call('ZADD', QUEUE, at, timer)
+  call('ZADD', own, at, timer)
   return at
 end
 
 local others
-local function pass_on(timer, row, delay)
+local function pass_on(timer, name, row, delay)
   if not others then
     others = {}
-    for _, instance in ipairs(candidates()) do
-      if instance.id ~= id then
-        table.insert(others, instance)
+    for _, each in ipairs(candidates()) do
+      if each.id ~= id then
+        table.insert(others, each)
       end
     end
   end
-  local at = postpone(timer, row, delay)
+  local at = postpone(timer, name, row, delay)
   if #others > 0 then
-    redis.call('ZREM', own, timer)
+    call('ZREM', own, timer)
     assign(timer, at, placement(others)())
   end
 end
 
-local function remember(timer, due, row)
-  if tonumber(due) > number(row.last_sent, -1) then
-    redis.call('HSET', key('timer', timer), 'last_sent', due)
+-- Write what was done with a timer that is as it was read; answers its code, and the error of a refused push.
+local function settle(timer, name, row, due, done, detail, to, from)
+  if done == 'run' then
+    if #to > 0 and row[7] == due then
+      return -2 -- somebody has published it meanwhile
+    end
+    local problem = #to > 0 and push(to, from)
+    if problem then
+      return -5, problem
+    end
+    local at, skipped, summary = string.match(detail, '^(%S+) (%d+) ?(.*)$')
+    if at == '-' then
+      finish(timer, name, row, due, summary)
+    else
+      advance(timer, name, row, due, at, skipped)
+    end
+  elseif done == 'refused' then
+    postpone(timer, name, row, detail)
+  elseif done == 'lacking' then
+    pass_on(timer, name, row, detail)
+  elseif fields(name, 'parent')[1] then
+    erase(timer) -- hidden: nobody would ever see or mend it
+  else
+    set_aside(timer, id, 'broken', detail)
   end
+  return 1
 end
 
-local codes, counts = {}, {run = 0, refused = 0, broken = 0, unreadable = 0, missing = 0, lacking = 0, skipped = 0}
-for i = 6, #ARGV do
-  local timer, created, revision, due, done, first, second, third =
-    string.match(ARGV[i], '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+) ?(.*)$')
-  local values = fields(key('timer', timer), 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent',
-    'attempts', 'parent', 'source', 'skipped')
-  local row = {runs = values[6], last_sent = values[7], attempts = values[8], parent = values[9], source = values[10],
-    skipped = values[11]}
+local codes, errors = {}, {}
+while position <= #ARGV do
+  local timer, read, done, detail = ARGV[position], ARGV[position + 1], ARGV[position + 2], ARGV[position + 3]
+  local to, from = numbers(ARGV[position + 4]), position + 5
+  position = from + #to
+  local name = key('timer', timer)
+  local row = fields(name, 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent', 'attempts')
   local no_timer = done == 'missing' or done == 'unreadable'
-  local code
-  if not values[1] then
+  local code, problem
+  if not row[1] then
     code = -3
     if live and no_timer then
       bury(timer)
       code = 1
     end
-  elseif values[1] ~= 'active' then
+  elseif row[1] ~= 'active' then
     code = -4
     if live and no_timer then
-      set_aside(timer, id, values[1], '')
+      set_aside(timer, id, row[1], '')
       code = 1
     end
   elseif not live then
     code = 0
-  elseif values[2] ~= id then
+  elseif row[2] ~= id then
     code = 0
-    redis.call('ZREM', own, timer) -- edited by hand: its hash says whose it is
-  elseif done ~= 'unreadable' and (done == 'missing' or values[3] ~= created or values[4] ~= revision or values[5] ~= due) then
+    call('ZREM', own, timer) -- edited by hand: its hash says whose it is
+  elseif done == 'unreadable' then
+    code = settle(timer, name, row, nil, done, detail)
+  elseif done == 'missing' or read ~= (row[3] or '') .. ' ' .. (row[4] or '') .. ' ' .. (row[5] or '') then
     code = -2
   else
-    code = 1
-    if done == 'run' and first == '-' then
-      finish(timer, row, due, third)
-    elseif done == 'run' then
-      advance(timer, row, due, first, second)
-      counts.skipped = counts.skipped + tonumber(second)
-    elseif done == 'refused' then
-      postpone(timer, row, first)
-    elseif done == 'lacking' then
-      pass_on(timer, row, first)
-    elseif row.parent then
-      erase(timer) -- hidden: nobody would ever see or mend it
-    else
-      set_aside(timer, id, 'broken', third)
+    code, problem = settle(timer, name, row, row[5], done, detail, to, from)
+  end
+  if code == 1 then
+    counts[done] = counts[done] + 1
+  elseif problem then
+    errors[#errors + 1] = problem
+  elseif done == 'run' and #to == 0 then
+    local created, due = string.match(read, '^(%S+) %S+ (%S+)$')
+    if row[3] == created and tonumber(due) > number(row[7], -1) then
+      call('HSET', name, 'last_sent', due)
     end
   end
-  if code ~= 1 and done == 'run' and values[3] == created then
-    remember(timer, due, row)
-  elseif code == 1 then
-    counts[done] = counts[done] + 1
-  end
-  table.insert(codes, code)
+  codes[#codes + 1] = code
 end
 if not live then
   return FENCED
 end
+if #rescheduled > 0 then
+  call('ZADD', QUEUE, unpack(rescheduled))
+  call('ZADD', own, unpack(rescheduled))
+end
 
 send_wake_ups()
-local answer = table.concat(codes, ' ')
-redis.call('HSET', instance, 'commit_sequence', sequence, 'commit_answer', answer)
+table.insert(errors, 1, table.concat(codes, ' '))
+local answer = table.concat(errors, '\n')
+call('HSET', instance, 'commit_sequence', sequence, 'commit_answer', answer)
 for name, count in pairs({sent = counts.run, skipped = counts.skipped, refused = counts.refused}) do
   if count > 0 then
-    redis.call('HINCRBY', instance, name, count)
+    call('HINCRBY', instance, name, count)
   end
 end
-return answer
+return {answer, next_due()}

@@ -9,7 +9,7 @@
 
 local PREFIX, TAG = string.match(KEYS[1], '^(.-)meta:({[^}]*})$')
 local UNASSIGNED = 'unassigned'
-local FENCED, BUSY = -1, -2
+local FENCED, BUSY, UNLINKED = -1, -2, -3
 
 local function key(what, id)
   if id then
@@ -32,15 +32,16 @@ local function number(text, default)
   return tonumber(text) or default
 end
 
-local function server_ms()
+-- Now in ms, and the microseconds since.
+local function server_time()
   if ARGV[1] ~= '' then
-    return tonumber(ARGV[1])
+    return tonumber(ARGV[1]), 0
   end
   local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+  return time[1] * 1000 + math.floor(time[2] / 1000), time[2] % 1000
 end
 
-local NOW = server_ms()
+local NOW, MICROS = server_time()
 
 -- The named fields of a hash; all false when the key is missing or of another type.
 local function fields(name, ...)
@@ -76,17 +77,26 @@ local function registered()
   return found
 end
 
--- The instances that may be given timers, with their loads: those heard within two intervals, else within the timeout.
+-- The instances that may be given timers, with their loads and what they say of their broker: the best kind that lives.
+-- A broker that is down counts more than a late heartbeat: those heard within two intervals come first, then those within
+-- the timeout, then the same two kinds of those whose broker is down.
 local function candidates()
-  local fresh, late = {}, {}
+  local kinds = {{}, {}, {}, {}}
   for _, instance in ipairs(registered()) do
     local age = NOW - instance.heartbeat
     if instance.status == 'active' and age <= instance.timeout then
       instance.load = redis.call('ZCARD', key('instance_timers', instance.id))
-      table.insert(age <= 2 * instance.interval and fresh or late, instance)
+      instance.broker = fields(key('instance', instance.id), 'broker')[1]
+      local kind = (age <= 2 * instance.interval and 1 or 2) + (instance.broker == 'down' and 2 or 0)
+      table.insert(kinds[kind], instance)
     end
   end
-  return #fresh > 0 and fresh or late
+  for _, found in ipairs(kinds) do
+    if #found > 0 then
+      return found
+    end
+  end
+  return {}
 end
 
 -- A function that answers the instance with the fewest timers, counting what it has given out itself.
@@ -271,4 +281,84 @@ end
 
 local function release_mover()
   redis.call('HDEL', META, 'mover', 'mover_until')
+end
+
+-- The other registered instances that own timers, with the moment of the first of them, the most overdue first.
+local function heads(id)
+  local found = {}
+  for _, other in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
+    local at = other ~= id and redis.call('ZRANGE', key('instance_timers', other), 0, 0, 'WITHSCORES')[2]
+    if at then
+      table.insert(found, {id = other, at = tonumber(at)})
+    end
+  end
+  table.sort(found, function(a, b)
+    return a.at < b.at or (a.at == b.at and a.id < b.id)
+  end)
+  return found
+end
+
+-- The moment of the first timer of any other registered instance, or nil: the sign that one lags.
+local function most_lagging(id)
+  local first = heads(id)[1]
+  return first and first.at
+end
+
+-- Read up to `limit` due timers of an instance; answers a list of texts with blanks in between:
+--   now, microseconds since, last heartbeat of the instance, 1 when more may be due, else 0 and
+--   the time of the next timer after these or -1, time of the first timer of any other instance when nothing is due here or -1
+--   then one per timer: id, status, revision, created, due, runs, last_sent, attempts, parent
+-- A timer whose hash is gone, or is something else, has no status. One whose hash names another owner was edited by hand: it is dropped here, so that it is not sent twice.
+-- When more is due than the limit takes, a quarter of the places goes to what came due last: a backlog does not hold up
+-- the timers that are on time.
+local function read_due(id, limit, marks)
+  local own, now = key('instance_timers', id), whole(NOW)
+  local ids = redis.call('ZRANGEBYSCORE', own, '-inf', now, 'LIMIT', 0, limit)
+  local following, full = -1, #ids == limit
+  if full then
+    local share = math.floor(limit / 4)
+    local latest = redis.call('ZREVRANGEBYSCORE', own, now, '-inf', 'LIMIT', 0, share)
+    for i, timer in ipairs(latest) do
+      ids[limit - share + i] = timer
+    end
+  else
+    following = tonumber(redis.call('ZRANGE', own, #ids, #ids, 'WITHSCORES')[2] or -1)
+  end
+  local lines = {''}
+  for _, timer in ipairs(ids) do
+    local row = fields(key('timer', timer), 'status', 'revision', 'created', 'due', 'runs', 'last_sent', 'attempts',
+      'parent', 'owner')
+    if row[1] == 'active' and row[9] ~= id then
+      redis.call('ZREM', own, timer)
+    else
+      for i = 1, 8 do
+        row[i] = row[i] or ''
+      end
+      lines[#lines + 1] = timer .. ' ' .. table.concat(row, ' ', 1, 8)
+    end
+  end
+  if marks then
+    redis.call('HSET', key('instance', id), 'in_flight', table.concat(ids, ' '))
+  else
+    redis.call('HDEL', key('instance', id), 'in_flight')
+  end
+  local elsewhere = #ids == 0 and most_lagging(id) or -1
+  lines[1] = string.format('%.0f %.0f %s %d %.0f %.0f', NOW, MICROS, redis.call('ZSCORE', INSTANCES, id), full and 1 or 0,
+    following, elsewhere)
+  return lines
+end
+
+-- Says whether a database of this server holds the value that the broker's own connection has written there.
+local function is_broker(home, database, name, proof)
+  if database ~= home then
+    local answer = redis.pcall('SELECT', database)
+    if answer.err then
+      return false -- a server of another kind, with fewer databases
+    end
+  end
+  local found = redis.pcall('GET', name)
+  if database ~= home then
+    redis.call('SELECT', home)
+  end
+  return found == proof
 end

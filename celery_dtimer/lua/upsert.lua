@@ -1,46 +1,63 @@
 -- Create timers, or replace their definitions.
 -- KEYS[1] meta   KEYS[2] never
--- ARGV[1] now or ""   then per timer, ten values:
---   id, revision and status as they were read ("" and "" for none), new revision, new status,
---   due in ms ("" none, "keep" as stored), source ("" not static), reason, definition, 1 for a new creation
--- Returns per timer its creation in ms, or 0 when it is not as it was read: then nothing of this timer was written.
+-- ARGV[1] now or ""   ARGV[2] source ("" not static)   then per timer, three values:
+--   "<id> <new revision> <new status> <due> <anew> <reason>": due is in ms, "+ms" after now, "keep" as stored or
+--     "-" none; anew is 1 for a new creation of what is stored, else 0
+--   "<revision> <status>" as they were read, "" for none
+--   definition
+-- Returns {now}, and for each timer that is not as it was read its place in the call, from 0, and its hash, empty when
+-- there is no timer: then nothing of it was written.
 -- A due time is later than the timer's last run, whatever was asked for.
 -- Worst case: O(instances + timers of the call * log timers).
 
-local STRIDE = 10
+local STRIDE, HEAD = 3, '^(%S+) (%S+) (%S+) (%S+) ([01]) (.*)$'
+local NONE = {}
+local now, source = whole(NOW), ARGV[2]
 local choose = placement(candidates())
+local timers, queued, owned, definitions = {}, {}, {}, {}
 
-local function write(timer, row, i)
-  local id, revision, status, due = ARGV[i], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5]
-  local source, reason, definition, anew = ARGV[i + 6], ARGV[i + 7], ARGV[i + 8], ARGV[i + 9] == '1'
-  local created = whole(number(row.created, NOW))
-  if not row.revision then
-    redis.call('DEL', timer)
-    created = whole(NOW)
-  elseif anew then
-    redis.call('HDEL', timer, 'last_run', 'last_sent', 'runs', 'skipped')
-    row.last_run, row.last_sent, created = false, false, whole(NOW)
+local function add(list, one, two)
+  local count = #list
+  list[count + 1], list[count + 2] = one, two
+end
+
+for i = 3, #ARGV, STRIDE do
+  timers[#timers + 1] = key('timer', string.match(ARGV[i], '^%S+'))
+end
+local all_new = redis.call('EXISTS', unpack(timers)) == 0  -- as in most calls: then none is read by itself
+
+local function read(timer)
+  if all_new then
+    return NONE
   end
-  local at
-  if due == 'keep' then
-    due, at = row.due, row.due and whole(number(row.at, number(row.due, NOW)))
-  elseif due ~= '' then
-    due = whole(math.max(tonumber(due), number(row.last_run, -1) + 1, number(row.last_sent, -1) + 1))
-    at = due
+  local values = fields(timer, 'revision', 'status', 'owner', 'created', 'due', 'at', 'last_run', 'last_sent', 'source')
+  if not values[1] then
+    return NONE
   end
-  local values = {'status', status, 'revision', revision, 'created', created}
-  local function set(field, value)
-    values[#values + 1] = field
-    values[#values + 1] = value
+  return {revision = values[1], status = values[2], owner = values[3], created = values[4], due = values[5],
+    at = values[6], last_run = values[7], last_sent = values[8], source = values[9]}
+end
+
+-- The scheduled moment of the next run, and when the timer is looked at for it.
+local function moments(row, status, due)
+  if due == '-' then
+    return nil
+  elseif due == 'keep' then
+    local kept = row.due or status == 'active' and now or nil
+    return kept, kept and whole(number(row.at, number(kept, NOW)))
   end
-  if due and due ~= '' then
-    set('due', due)
-    set('at', at)
-  elseif row.revision then
-    redis.call('HDEL', timer, 'due', 'at')
+  local moment = tonumber(due) + (string.sub(due, 1, 1) == '+' and NOW or 0)
+  if row.revision then
+    moment = math.max(moment, number(row.last_run, -1) + 1, number(row.last_sent, -1) + 1)
   end
+  local text = whole(moment)
+  return text, text
+end
+
+-- Put a timer among the static ones of the call's source, and out of those of another.
+local function declare(timer, id, row)
   if source ~= '' then
-    set('source', source)
+    redis.call('HSET', timer, 'source', source)
     redis.call('SADD', key('static_timers', source), id)
   end
   if row.source and row.source ~= source then
@@ -49,35 +66,65 @@ local function write(timer, row, i)
       redis.call('HDEL', timer, 'source')
     end
   end
-  local owner = status == 'active' and (still_there(row.owner) or choose())
-  if owner then
-    set('owner', owner)
-    redis.call('ZADD', QUEUE, at, id)
-    redis.call('ZADD', key('instance_timers', owner), at, id)
-    wake(owner)
-  end
-  redis.call('HSET', timer, unpack(values))
-  redis.call('SET', key('timer_definition', id), definition)
-  if not owner then
-    set_aside(id, row.owner, status, reason)
-  elseif row.revision then
-    redis.call('HDEL', timer, 'reason')
-    redis.call('ZREM', INACTIVE, id)
-  end
-  return tonumber(created)
 end
 
-local answer = {}
-for i = 2, #ARGV, STRIDE do
-  local timer = key('timer', ARGV[i])
-  local values = fields(timer, 'revision', 'status', 'owner', 'created', 'due', 'at', 'last_run', 'last_sent', 'source')
-  local row = {revision = values[1], status = values[2], owner = values[3], created = values[4], due = values[5],
-    at = values[6], last_run = values[7], last_sent = values[8], source = values[9]}
-  if (row.revision or '') == ARGV[i + 1] and (not row.revision or row.status == ARGV[i + 2]) then
-    table.insert(answer, write(timer, row, i))
-  else
-    table.insert(answer, 0)
+local function write(timer, row, id, revision, status, due, anew, reason)
+  local created = now
+  if row.revision and anew == '0' then
+    created = whole(number(row.created, NOW))
+  elseif row.revision then
+    redis.call('HDEL', timer, 'last_run', 'last_sent', 'runs', 'skipped')
+    row.last_run, row.last_sent = false, false
+  elseif not all_new then
+    redis.call('DEL', timer)
   end
+  local at
+  due, at = moments(row, status, due)
+  if status == 'active' then
+    local owner = still_there(row.owner) or choose()
+    redis.call('HSET', timer, 'status', status, 'revision', revision, 'created', created, 'due', due, 'at', at,
+      'owner', owner)
+    add(queued, at, id)
+    owned[owner] = owned[owner] or {}
+    add(owned[owner], at, id)
+    if row.revision then
+      redis.call('HDEL', timer, 'reason')
+      redis.call('ZREM', INACTIVE, id)
+    end
+  else
+    redis.call('HSET', timer, 'revision', revision, 'created', created)
+    if due then
+      redis.call('HSET', timer, 'due', due, 'at', at)
+    else
+      redis.call('HDEL', timer, 'due', 'at')
+    end
+    set_aside(id, row.owner, status, reason)
+  end
+  declare(timer, id, row)
+end
+
+local answer = {NOW}
+for place, timer in ipairs(timers) do
+  local i = STRIDE * place
+  local row = read(timer)
+  if (row.revision and row.revision .. ' ' .. (row.status or '') or '') == ARGV[i + 1] then
+    local id, revision, status, due, anew, reason = string.match(ARGV[i], HEAD)
+    add(definitions, key('timer_definition', id), ARGV[i + 2])
+    write(timer, row, id, revision, status, due, anew, reason)
+  else
+    local found = row.revision and redis.pcall('HGETALL', timer) or NONE
+    add(answer, place - 1, found)
+  end
+end
+if #definitions > 0 then
+  redis.call('MSET', unpack(definitions))
+end
+if #queued > 0 then
+  redis.call('ZADD', QUEUE, unpack(queued))
+end
+for owner, timers_of in pairs(owned) do
+  redis.call('ZADD', key('instance_timers', owner), unpack(timers_of))
+  wake(owner)
 end
 send_wake_ups()
 return answer

@@ -1,14 +1,17 @@
-"""The Celery app of every peer, set up by the environment of the process.
+"""The Celery app of every Celery peer, set up by the environment of the process.
 
-Run as a program it creates the workload's entries through the peer's public API and prints the
-seconds that this took.
+Run as a program it creates entries through the peer's public API, in the way that its argument
+names, and prints the seconds that this took.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -18,16 +21,21 @@ from celery.schedules import crontab, schedule
 from tests.benchmarks.workload import TASK, Entry, Workload
 
 URL = os.environ.get("BENCH_REDIS_URL", "redis://127.0.0.1:6379/0")
+AT_A_TIME = 10_000  # timers of one call of create_timers
+PAUSE_SECONDS = 0.05
 
-app = Celery("bench", broker=URL)
+app = Celery("bench")
 app.conf.update(
-    enable_utc=True,
-    timezone="UTC",
-    task_ignore_result=True,
-    result_expires=None,  # or beat would add its own clean-up task
-    broker_connection_retry_on_startup=True,
-    redbeat_redis_url=URL,
-    **json.loads(os.environ.get("BENCH_SETTINGS", "{}")),
+    {
+        "broker_url": URL,
+        "enable_utc": True,
+        "timezone": "UTC",
+        "task_ignore_result": True,
+        "result_expires": None,  # or beat would add its own clean-up task
+        "broker_connection_retry_on_startup": True,
+        "redbeat_redis_url": URL,
+        **json.loads(os.environ.get("BENCH_SETTINGS", "{}")),
+    }
 )
 
 
@@ -57,10 +65,11 @@ def beat_entry(entry: Entry) -> dict[str, Any]:
     return described
 
 
-def create_redbeat(workload: Workload) -> None:
+def create_redbeat(workload: Workload) -> float:
     """Save the entries as redbeat's."""
     from redbeat import RedBeatSchedulerEntry  # type: ignore[import-untyped]
 
+    started = time.perf_counter()
     for entry in workload.entries():
         _wait_one_interval_ahead(entry)
         RedBeatSchedulerEntry(
@@ -71,29 +80,7 @@ def create_redbeat(workload: Workload) -> None:
             kwargs=entry.kwargs,
             app=app,
         ).save()
-
-
-def create_dtimer(workload: Workload) -> None:
-    """Create the entries as timers: in bulk, or one by one when their due times are spread."""
-    from celery_dtimer import DistributedTimer
-
-    timers = DistributedTimer(app)
-    if workload.start is None:
-        timers.create_timers([_timer(entry) for entry in workload.entries()])
-        return
-    for entry in workload.entries():
-        _wait_one_interval_ahead(entry)
-        timers.create_timer(**_timer(entry))
-
-
-def _timer(entry: Entry) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "schedule": entry.every or celery_schedule(entry),
-        "callback": TASK,
-        "args": entry.args,
-        "kwargs": entry.kwargs,
-    }
+    return time.perf_counter() - started
 
 
 def _wait_one_interval_ahead(entry: Entry) -> None:
@@ -102,16 +89,85 @@ def _wait_one_interval_ahead(entry: Entry) -> None:
         time.sleep(max(0.0, entry.first_due - entry.every - time.time()))
 
 
-CREATORS = {"redbeat": create_redbeat, "dtimer": create_dtimer}
+def create_in_bulk(workload: Workload) -> float:
+    """Create the entries as timers, many with one call."""
+    from celery_dtimer import DistributedTimer
+
+    timers, seconds = DistributedTimer(app), 0.0
+    _ = timers.store  # connects to nothing yet
+    for keywords in _chunks(_timer(entry) for entry in workload.entries()):
+        started = time.perf_counter()
+        timers.create_timers(keywords)
+        seconds += time.perf_counter() - started
+    for entry in itertools.islice(workload.entries(), 1):
+        _check_first_run(timers.get_timer(entry.name), entry)
+    return seconds
 
 
-def _create(creator: str) -> None:
+def _check_first_run(timer: Any, entry: Entry) -> None:
+    """Refuse to measure timers that do not come due as the workload says."""
+    if entry.first_due is not None and timer.next_run_at.timestamp() != entry.first_due:
+        raise RuntimeError(f"{entry.name} is due at {timer.next_run_at}")
+
+
+def create_one_by_one(workload: Workload) -> float:
+    """Create the entries as timers, each with a call of its own."""
+    from celery_dtimer import DistributedTimer
+
+    timers = DistributedTimer(app)
+    keywords = [_timer(entry) for entry in workload.entries()]
     started = time.perf_counter()
-    CREATORS[creator](Workload.from_environment())
-    print(time.perf_counter() - started)
+    for each in keywords:
+        timers.create_timer(**each)
+    return time.perf_counter() - started
 
 
-if os.environ.get("BENCH_CREATOR") == "conf":
+def create_now(workload: Workload) -> float:
+    """Create timers that are due at once, each with the moment before its creation as argument."""
+    from celery_dtimer import DistributedTimer
+
+    timers = DistributedTimer(app)
+    timers.create_timer("first", datetime.now(timezone.utc) + timedelta(days=1), TASK)
+    for entry in workload.entries():
+        # at no moment of the beat's rhythm in particular
+        time.sleep(PAUSE_SECONDS * (1 + entry.index % 7 / 7))
+        moment = time.time()
+        due = datetime.fromtimestamp(moment, timezone.utc)
+        timers.create_timer(entry.name, due, TASK, args=[entry.index, moment])
+    return 0.0
+
+
+def _timer(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "schedule": _rule(entry),
+        "callback": TASK,
+        "args": entry.args,
+        "kwargs": entry.kwargs,
+    }
+
+
+def _rule(entry: Entry) -> Any:
+    if entry.first_due is not None:
+        from tests.benchmarks.intervals import starting_at
+
+        return starting_at(entry.every, entry.first_due)
+    return entry.every or celery_schedule(entry)
+
+
+def _chunks(items: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    while chunk := list(itertools.islice(items, AT_A_TIME)):
+        yield chunk
+
+
+CREATORS = {
+    "redbeat": create_redbeat,
+    "bulk": create_in_bulk,
+    "one_by_one": create_one_by_one,
+    "now": create_now,
+}
+
+if os.environ.get("BENCH_IN_CODE"):
     app.conf.beat_schedule = {e.name: beat_entry(e) for e in Workload.from_environment().entries()}
 if __name__ == "__main__":
-    _create(os.environ["BENCH_CREATOR"])
+    print(CREATORS[sys.argv[1]](Workload.from_environment()))

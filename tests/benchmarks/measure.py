@@ -6,10 +6,13 @@ import pickle
 import re
 import select
 import socket
+import subprocess
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
@@ -17,8 +20,10 @@ from tests.benchmarks.processes import Server, python_module, start, stop
 
 BROKER_LIST = "celery"
 FIRST_SECONDS = 120.0
+POLL_SECONDS = 0.01
 
 Arrival = tuple[float, bytes]
+Figures = dict[str, float]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -35,52 +40,163 @@ def cpu_seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
+def resident_mib(pid: int) -> float:
+    """Return the memory that a process has in RAM, in MiB."""
+    return float(psutil.Process(pid).memory_info().rss) / 2**20
+
+
 def used_memory(server: Server) -> int:
     """Return the bytes that the server's data takes."""
     return int(server.client().info("memory")["used_memory"])
 
 
-class Reader:
-    """The process that pops the messages, for the duration of a ``with`` block.
+class Counter:
+    """The file in which whoever takes the messages writes how many there were, and when.
 
-    Read ``arrivals`` after the block.
+    Rates come from its own moments, so that it does not matter when the file is read.
+
+    Attributes:
+        pid: The process that does nothing but count; None where the scheduler counts itself.
     """
 
-    def __init__(self, server: Server) -> None:
-        self.arrivals: list[Arrival] = []
-        self._path = server.directory / "arrivals"
-        self._process = start(
-            python_module("tests.benchmarks.reader", server.url, BROKER_LIST, str(self._path)),
-            log=server.directory / "reader.log",
-            stdout=-1,
-        )
+    def __init__(self, folder: Path, pid: int | None = None) -> None:
+        self.pid = pid
+        self._folder = folder
 
-    def __enter__(self) -> Reader:  # noqa: PYI034 - Self is of Python 3.11
-        self._expect(b"ready")
-        return self
+    def samples(self) -> list[tuple[float, int]]:
+        """Return all moments and counts so far."""
+        path = self._folder / "counts"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [
+            (float(moment), int(count)) for moment, _, count in (x.partition(" ") for x in lines)
+        ]
 
-    def __exit__(self, *_: object) -> None:
-        stop(self._process)
-        if self._path.exists():
-            self.arrivals = pickle.loads(self._path.read_bytes())  # noqa: S301 - our own child's
+    def sample(self) -> tuple[float, int]:
+        """Return the last moment and count; nothing has come while there is none."""
+        return (self.samples() or [(time.time(), 0)])[-1]
 
-    def wait_first(self) -> None:
-        """Wait for the first message."""
-        self._expect(b"first")
+    def wait_first(self, beat: subprocess.Popen[bytes]) -> float:
+        """Wait for the first message of a beat, and return when it came."""
 
-    def _expect(self, word: bytes) -> None:
-        output = self._process.stdout
-        assert output is not None
-        readable, _, _ = select.select([output], [], [], FIRST_SECONDS)
-        line = output.readline().strip() if readable else b"nothing"
-        if line != word:
-            raise RuntimeError(f"the reader said {line!r} instead of {word!r}")
+        def is_over() -> bool:
+            return self.sample()[1] > 0 or beat.poll() is not None
+
+        wait_until(is_over, "a first message", FIRST_SECONDS)
+        if beat.poll() is not None:
+            raise RuntimeError(f"the beat ended with {beat.returncode}")
+        return next(moment for moment, count in self.samples() if count)
+
+    def rate_during(self, seconds: float) -> float:
+        """Return the messages a second of the coming seconds."""
+        before = self.sample()
+        time.sleep(seconds)
+        return rate(before, self.sample())
+
+    def arrivals(self) -> list[Arrival]:
+        """Return the messages that were kept, once the one who kept them has ended."""
+        return list(pickle.loads((self._folder / "arrivals").read_bytes()))  # noqa: S301 - our own
+
+    def lines(self) -> list[str]:
+        """Return what was kept by one who writes text."""
+        return (self._folder / "arrivals").read_text().splitlines()
+
+
+def rate(before: tuple[float, int], after: tuple[float, int]) -> float:
+    """Return the messages a second between two samples."""
+    return (after[1] - before[1]) / max(after[0] - before[0], 1e-9)
+
+
+@contextmanager
+def reading(server: Server, mode: str, broker_url: str | None = None) -> Iterator[Counter]:
+    """Take the messages off the broker's queue for the duration of a block; see `reader`."""
+    for name in ("counts", "arrivals"):
+        (server.directory / name).unlink(missing_ok=True)
+    process = start(
+        python_module(
+            "tests.benchmarks.reader",
+            *(broker_url or server.url, BROKER_LIST, mode, str(server.directory)),
+        ),
+        log=server.directory / "reader.log",
+    )
+    counter = Counter(server.directory, process.pid)
+    try:
+        wait_until(lambda: bool(counter.samples()), "the reader", FIRST_SECONDS)
+        yield counter
+    finally:
+        stop(process)
+
+
+STEADY_SECONDS = 1.0
+STEADY_RATES = 3
+STEADY_SPREAD = 0.1
+CYCLES = 1.5
+
+
+def warm_up(counter: Counter, beat: subprocess.Popen[bytes], timers: int, limit: float) -> float:
+    """Wait until every timer has run and the rate is steady; return the seconds that this took.
+
+    A scheduler that does not get there within the limit is measured as it is then.
+    """
+    counter.wait_first(beat)
+    started, rates = time.monotonic(), [0.0]
+    while time.monotonic() - started < limit:
+        rates.append(counter.rate_during(STEADY_SECONDS))
+        last = rates[-STEADY_RATES:]
+        is_steady = max(last) - min(last) <= STEADY_SPREAD * max(last)
+        if is_steady and counter.sample()[1] >= CYCLES * timers:
+            break
+    return time.monotonic() - started
+
+
+def saturated(
+    beats: Sequence[subprocess.Popen[bytes]], server: Server, counter: Counter, seconds: float
+) -> Figures:
+    """Return the rate of the coming seconds and the CPU that each part used meanwhile."""
+    before, started = _cpu_of_all(beats, server, counter), time.monotonic()
+    first = counter.sample()
+    time.sleep(seconds)
+    last = counter.sample()
+    elapsed = time.monotonic() - started
+    used = {name: cpu - before[name] for name, cpu in _cpu_of_all(beats, server, counter).items()}
+    shares = {f"{name}_cpu_pct": 100 * cpu / elapsed for name, cpu in used.items()}
+    runs_per_s = rate(first, last)
+    return {
+        "runs_per_s": runs_per_s,
+        "cpu_us_per_run": 1e6 * used["beat"] / elapsed / max(runs_per_s, 1e-9),
+        "rss_mib": max(resident_mib(beat.pid) for beat in beats),
+        **shares,
+    }
+
+
+def _cpu_of_all(
+    beats: Sequence[subprocess.Popen[bytes]], server: Server, counter: Counter
+) -> dict[str, float]:
+    found = server.client().info("cpu")
+    used = {
+        "beat": sum(cpu_seconds(beat.pid) for beat in beats),
+        "redis": float(found["used_cpu_user"]) + float(found["used_cpu_sys"]),
+    }
+    return used if counter.pid is None else {**used, "reader": cpu_seconds(counter.pid)}
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None:
+    """Wait until a condition holds; that it does not is an error."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"waited {seconds:g} s for {what}, in vain")
+        time.sleep(POLL_SECONDS)
+
+
+def sleep_until(moment: float) -> None:
+    """Wait for a moment of the clock on the wall."""
+    time.sleep(max(0.0, moment - time.time()))
 
 
 _MONITORED = re.compile(rb'^\+[\d.]+ \[\d+ (\S+)\] "([^"]*)"', re.MULTILINE)
 
 
-def requests_during(server: Server, seconds: float) -> Counter[str]:
+def requests_during(server: Server, seconds: float) -> Tally[str]:
     """Return how often each command was requested in the next seconds.
 
     ``INFO`` counts the commands inside scripts like those of clients; MONITOR tells them apart.
@@ -95,9 +211,9 @@ def requests_during(server: Server, seconds: float) -> Counter[str]:
     return count_requests(bytes(received))
 
 
-def count_requests(monitored: bytes) -> Counter[str]:
+def count_requests(monitored: bytes) -> Tally[str]:
     """Return how often each command stands in MONITOR's output, leaving out those of scripts."""
-    return Counter(
+    return Tally(
         command.decode().lower()
         for source, command in _MONITORED.findall(monitored)
         if source != b"lua"

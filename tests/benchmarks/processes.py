@@ -58,7 +58,7 @@ def running_server(directory: Path) -> Iterator[Server]:
 def _start_server(directory: Path) -> tuple[subprocess.Popen[bytes], Server]:
     """Start a server; a port that someone else took in the meantime costs another try."""
     for _ in range(START_TRIES):
-        server = Server(_free_port(), directory)
+        server = Server(free_port(), directory)
         process = start([server_binary(), *server.options()], log=directory / "server.log")
         if _answers(server, process):
             return process, server
@@ -83,7 +83,8 @@ def _process_id(server: Server) -> int | None:
         return None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

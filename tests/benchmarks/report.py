@@ -11,56 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any
 
+from tests.benchmarks.measure import Figures
+from tests.benchmarks.measures import measure_of, number
 from tests.benchmarks.peers import SUBJECT
-from tests.benchmarks.scenarios import Figures
 
 PACKAGES = ("celery", "kombu", "redis", "hiredis", "celery-redbeat")
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What the subject must reach: a limit, or a multiple of another peer's figure."""
-
-    limit: float
-    peer: str | None = None
-
-    def __str__(self) -> str:
-        return f"≥ {self.limit:g} × {self.peer}" if self.peer else f"< {self.limit:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """How a figure is shown, and when it is good."""
-
-    title: str
-    more_is_better: bool = False
-    goal: Goal | None = None
-
-
-MEASURES = {
-    ("dispatch", "runs_per_s"): Measure(
-        "saturated beat, runs/s", more_is_better=True, goal=Goal(3, "redbeat")
-    ),
-    ("dispatch", "cpu_us_per_run"): Measure("its CPU, µs per run"),
-    ("lag", "p50_ms"): Measure("lag, p50, ms"),
-    ("lag", "p99_ms"): Measure("lag, p99, ms", goal=Goal(100)),
-    ("lag", "arrived_pct"): Measure("runs that arrived, %", more_is_better=True),
-    ("memory", "bytes_per_timer"): Measure("Redis bytes per timer", goal=Goal(1000)),
-    ("memory", "created_per_s"): Measure("timers created a second", more_is_better=True),
-    ("idle", "requests_per_s"): Measure("idle beat, requests/s", goal=Goal(5)),
-    ("idle", "cpu_pct"): Measure("idle beat, CPU %", goal=Goal(1)),
-    ("startup", "first_message_s"): Measure("start to first message, s"),
-    ("scripts", "takeover_s"): Measure("takeover after kill -9 (timeout 4 s), s"),
-}
-SCRIPT_GOAL = Goal(5)
-
-
-def measure_of(scenario: str, figure: str) -> Measure | None:
-    """Return how a figure is shown; None for one that stands in the JSON only."""
-    script, _, kind = figure.rpartition(" ")
-    if scenario == "scripts" and kind == "longest_ms":
-        return Measure(f"script {script}, longest, ms", goal=SCRIPT_GOAL)
-    return MEASURES.get((scenario, figure))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +35,19 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measure: the median of each peer, how much better the subject is, and its goal."""
+    """One measure.
+
+    Attributes:
+        medians: By peer.
+        ratios: How many times better the subject is, by peer.
+        goals: What the subject must reach, and whether it does; None when that was not measured.
+    """
 
     scenario: str
     figure: str
     medians: dict[str, float]
     ratios: dict[str, float]
-    goal: str | None = None
-    reached: bool | None = None
+    goals: dict[str, bool | None]
 
 
 def rows(results: Sequence[Result]) -> list[Row]:
@@ -104,16 +64,14 @@ def _row(results: Sequence[Result], scenario: str, name: str) -> Row:
     medians = {peer: median(found) for peer, found in values.items()}
     measure = measure_of(scenario, name)
     if measure is None:
-        return Row(scenario, name, medians, {})
-    goal = measure.goal
-    return Row(
-        scenario,
-        name,
-        medians,
-        ratios(medians, more_is_better=measure.more_is_better),
-        str(goal) if goal else None,
-        is_reached(goal, medians) if goal else None,
-    )
+        return Row(scenario, name, medians, {}, {})
+    more = measure.more_is_better
+    reached = {
+        goal.text(more_is_better=more): goal.is_reached(medians, more_is_better=more)
+        for goal in measure.goals
+    }
+    compared = ratios(medians, more_is_better=more) if measure.is_compared else {}
+    return Row(scenario, name, medians, compared, reached)
 
 
 def ratios(medians: dict[str, float], *, more_is_better: bool) -> dict[str, float]:
@@ -128,43 +86,42 @@ def ratios(medians: dict[str, float], *, more_is_better: bool) -> dict[str, floa
     }
 
 
-def is_reached(goal: Goal, medians: dict[str, float]) -> bool | None:
-    """Say whether the subject reaches its goal; None when that was not measured."""
-    own = medians.get(SUBJECT)
-    if own is None or (goal.peer and goal.peer not in medians):
-        return None
-    if goal.peer:
-        return own >= goal.limit * medians[goal.peer]
-    return own < goal.limit
-
-
-def table(found: Iterable[Row], peers: Sequence[str]) -> str:
+def table(found: Iterable[Row], peers: Sequence[str], timers: int) -> str:
     """Return the rows that are shown as an aligned table."""
-    others = [peer for peer in peers if peer != SUBJECT] if SUBJECT in peers else []
-    lines = [["", *peers, *(f"vs {peer}" for peer in others), "goal", ""]]
-    for row in found:
-        measure = measure_of(row.scenario, row.figure)
-        if measure is not None:
-            lines.append(
-                [
-                    measure.title,
-                    *(_number(row.medians.get(peer)) for peer in peers),
-                    *(_ratio(row.ratios.get(peer)) for peer in others),
-                    row.goal or "",
-                    {True: "reached", False: "MISSED", None: ""}[row.reached],
-                ]
-            )
+    shown = [row for row in found if measure_of(row.scenario, row.figure)]
+    peers = [peer for peer in peers if any(peer in row.medians for row in shown)]
+    others = [peer for peer in peers if any(peer in row.ratios for row in shown)]
+    lines = [["", *peers, *(f"vs {peer}" for peer in others)]]
+    lines += [
+        [
+            title(row, timers),
+            *(number(row.medians.get(peer)) for peer in peers),
+            *(_ratio(row.ratios.get(peer)) for peer in others),
+        ]
+        for row in shown
+    ]
     return "\n".join(_aligned(lines))
 
 
-def _number(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def goals(found: Iterable[Row], timers: int) -> str:
+    """Return what must be reached, and whether it is, as an aligned table."""
+    words = {True: "reached", False: "MISSED", None: "not measured"}
+    lines = [
+        [title(row, timers), number(row.medians.get(SUBJECT)), goal, words[reached]]
+        for row in found
+        for goal, reached in row.goals.items()
+    ]
+    return "\n".join(_aligned([["", SUBJECT, "goal", ""], *lines]))
+
+
+def title(row: Row, timers: int) -> str:
+    """Return what a row is called."""
+    measure = measure_of(row.scenario, row.figure)
+    return f"{row.scenario} {row.figure}" if measure is None else measure.title_for(timers)
 
 
 def _ratio(value: float | None) -> str:
-    return "–" if value is None else f"{_number(value)} ×"
+    return "–" if value is None else f"{number(value)} ×"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 TASK = "bench.noop"
 ENVIRONMENT = "BENCH_WORKLOAD"
-CANARY = -1  # the index of the entry that shows when a beat is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,7 @@ class Entry:
     """One periodic task; ``every`` 0 stands for a crontab of once a year."""
 
     index: int
-    every: int
+    every: float
     first_due: float | None = None
 
     @property
@@ -50,20 +49,25 @@ class Workload:
         every: Their interval in seconds; 0 for a crontab that is due once a year.
         start: The moment from which their due times are spread evenly over one interval; without
             it all are due one interval after their creation.
-        canary: Whether one more entry, of every second, is created before the others.
+        far: How many entries that are due once a year lie beside them.
     """
 
     count: int
-    every: int = 0
+    every: float = 0
     start: float | None = None
-    canary: bool = False
+    far: int = 0
 
     def entries(self) -> Iterator[Entry]:
         """Return the entries in the order of their due times."""
-        if self.canary:
-            yield Entry(CANARY, 1)
         for index in range(self.count):
             yield Entry(index, self.every, self._first_due(index))
+        for index in range(self.count, self.count + self.far):
+            yield Entry(index, 0)
+
+    @property
+    def total(self) -> int:
+        """Return how many entries there are in all."""
+        return self.count + self.far
 
     def _first_due(self, index: int) -> float | None:
         if self.start is None:

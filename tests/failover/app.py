@@ -54,6 +54,15 @@ def record_timer(timer: CallbackTimer, *args: Any) -> None:
     write_down(dtimer=header, task_id=record_timer.request.id, args=args, kwargs={})
 
 
+@timers.callback(run_once=True, acks_late=True)
+def record_once(timer: CallbackTimer, message: str, seconds: float) -> None:
+    """Write down which message ran, and take so long the first time that it is delivered."""
+    request = record_once.request
+    write_down(message=message, task_id=request.id)
+    if not request.delivery_info["redelivered"]:
+        time.sleep(seconds)
+
+
 @timers.callback
 def fail(timer: CallbackTimer) -> None:
     """Raise, as callbacks sometimes do."""

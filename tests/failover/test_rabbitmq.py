@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,94 +12,10 @@ from kombu import Connection, Queue
 
 from celery_dtimer import DistributedTimer
 from tests.conftest import MakeApp
-from tests.servers import free_port
+from tests.servers import RabbitMQ
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.failover
-
-SERVER = "/usr/lib/rabbitmq/bin/rabbitmq-server"  # Debian's; the one on the PATH wants its own user
-
-
-class RabbitMQ:
-    """A private RabbitMQ node on loopback, with a port mapper of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port, distribution, self.mapper = free_port(), free_port(), free_port()
-        self.url = f"amqp://guest:guest@127.0.0.1:{self.port}//"
-        (folder / "plugins").write_text("[].\n")
-        (folder / "rabbitmq.conf").write_text(
-            f"listeners.tcp.1 = 127.0.0.1:{self.port}\nlog.console = true\nlog.file = false\n"
-            "disk_free_limit.absolute = 50MB\n"
-        )
-        self._folder = folder
-        self._environment = {
-            **os.environ,
-            "HOME": str(folder),
-            "RABBITMQ_NODENAME": f"n{self.port}@localhost",
-            "RABBITMQ_DIST_PORT": str(distribution),
-            "ERL_EPMD_PORT": str(self.mapper),
-            "ERL_EPMD_ADDRESS": "127.0.0.1",
-            "RABBITMQ_MNESIA_BASE": str(folder / "mnesia"),
-            "RABBITMQ_LOG_BASE": str(folder / "log"),
-            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq"),
-            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
-            "RABBITMQ_GENERATED_CONFIG_DIR": str(folder / "generated"),
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 1:1 +sbwt none "
-            "-kernel inet_dist_use_interface {127,0,0,1}",
-        }
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with (self._folder / "out").open("ab") as out:
-            self._process = subprocess.Popen(
-                [SERVER],
-                env=self._environment,
-                cwd=self._folder,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        wait_until(self._answers, "RabbitMQ to answer", 90)
-
-    def _answers(self) -> bool:
-        try:
-            with Connection(self.url, connect_timeout=1) as connection:
-                connection.ensure_connection(max_retries=0, interval_start=0)
-        except Exception:
-            return False
-        return True
-
-    def kill(self) -> None:
-        if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-    def close(self) -> None:
-        self.kill()
-        for entry in Path("/proc").glob("[0-9]*/environ"):  # the port mapper leaves the group
-            try:
-                is_ours = f"ERL_EPMD_PORT={self.mapper}\0".encode() in entry.read_bytes()
-            except OSError:
-                continue
-            if is_ours and int(entry.parent.name) != os.getpid():
-                os.kill(int(entry.parent.name), signal.SIGKILL)
-
-
-@pytest.fixture
-def rabbitmq(tmp_path: Path) -> Iterator[RabbitMQ]:
-    if not Path(SERVER).exists():
-        if os.environ.get("CI"):
-            pytest.fail("RabbitMQ is missing: the tests need Debian's rabbitmq-server")
-        pytest.skip("RabbitMQ is not installed")
-    folder = tmp_path / "rabbitmq"
-    folder.mkdir()
-    server = RabbitMQ(folder)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture

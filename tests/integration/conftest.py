@@ -170,7 +170,7 @@ class Service:
     def commit(self, instance: str, epoch: int, *settlements: Settlement) -> list[int]:
         """Commit under a new sequence number; return the codes."""
         self._sequence += 1
-        return self.store.commit(instance, epoch, self._sequence, settlements)
+        return self.store.commit(instance, epoch, self._sequence, settlements).codes
 
     def ran(self, timer: DueTimer, every: float = 10) -> Settlement:
         """Return what is committed for a run of an interval timer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from celery_dtimer.dispatcher import Dispatcher, Pass
 from celery_dtimer.errors import FencedError, StoreError, StoreUnavailableError
 from celery_dtimer.model import Definition, Lease, Run
 from celery_dtimer.publisher import BrokerDownError, Outcome, RefusedError, UnsendableError
-from celery_dtimer.store import BATCH, Store
+from celery_dtimer.store import Store
 from tests.conftest import FreshRedis
 from tests.integration.conftest import START_MS, MakeService, Service
 
@@ -56,7 +57,13 @@ class Broker:
 class Beat:
     """A dispatcher of one instance, whose lease is always of its last registration."""
 
-    def __init__(self, service: Service, broker: Broker, instance: str = "a") -> None:
+    def __init__(
+        self,
+        service: Service,
+        broker: Broker,
+        instance: str = "a",
+        seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.service, self.broker = service, broker
         self.store = service.another_store()
         self.bound: dict[str, Definition] = {}
@@ -69,7 +76,7 @@ class Beat:
             bound=self.bound,
             may_send=lambda _: self.may_send,
             on_progress=self._count_progress,
-            clock=lambda: 0.0,
+            clock=seconds,
         )
         self.register()
 
@@ -164,22 +171,39 @@ def test_a_one_shot_runs_once_and_is_kept_without_its_arguments(beat: Beat, brok
     assert beat.step() == Pass()
 
 
-def test_a_full_batch_says_that_more_is_due(make_service: MakeService, broker: Broker) -> None:
+def test_a_pass_goes_on_until_nothing_is_due(make_service: MakeService, broker: Broker) -> None:
     service = make_service(batch_size=3)
     beat = Beat(service, broker)
     service.add_many(7)
     service.clock.advance(11)
-    assert [beat.step().more for _ in range(3)] == [True, True, False]
+    done = beat.step()
+    assert (done.sent, done.more) == (7, False)
     assert len(broker.sent) == 7
     beat.store.close()
 
 
+def test_a_long_pass_ends_and_says_that_more_is_due(
+    make_service: MakeService, broker: Broker
+) -> None:
+    service = make_service(batch_size=3)
+    beat = Beat(service, broker, seconds=itertools.count().__next__)
+    service.add_many(7)
+    service.clock.advance(11)
+    assert [(done.sent, done.more) for done in (beat.step() for _ in range(3))] == [
+        (3, True),
+        (3, True),
+        (1, False),
+    ]
+    beat.store.close()
+
+
 def test_batches_of_one_pass_are_committed_one_by_one(beat: Beat, broker: Broker) -> None:
-    count = 4 * BATCH + 10
+    size = beat.service.settings.batch_size
+    count = 2 * size + 10
     beat.service.add_many(count)
     beat.service.clock.advance(11)
     assert beat.step().sent == count
-    assert beat.progress == 2 * 5
+    assert beat.progress == 2 * 3
     assert len(broker.sent) == count
 
 
@@ -218,7 +242,7 @@ def test_a_trigger_outlives_the_run_of_its_one_shot(
     timer = service.add(at_ms=START_MS, args=("argument",))
     service.clock.advance(1)
     trigger = service.trigger(timer)
-    assert [beat.step().sent for _ in range(2)] == [1, 1]
+    assert beat.step().sent == 2
     assert [run.identity for run in broker.sent] == [timer.id, trigger]
     assert [run.definition.args for run in broker.sent] == [["argument"]] * 2
     beat.store.close()

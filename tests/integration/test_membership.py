@@ -24,11 +24,11 @@ MakeMember = Callable[..., "Member"]
 class Member:
     """A membership whose seconds pass with the service's clock, plus what is lost in its calls."""
 
-    def __init__(self, service: Service, instance: str) -> None:
+    def __init__(self, service: Service, instance: str, dispatch: str = "confirmed") -> None:
         self.service, self.instance = service, instance
         self.store = service.another_store()
         self.news = 0
-        identity = Identity(instance, "host", 1, "1.0", "confirmed")
+        identity = Identity(instance, "host", 1, "1.0", dispatch)
         self.membership = Membership(
             self.store, identity, clock=self.seconds, on_lease=self._count_news
         )
@@ -383,6 +383,287 @@ def test_nothing_moves_without_a_cause(service: Service, make_member: MakeMember
     before = service.store.owned_ids("a")
     a.live(60, b)
     assert service.store.owned_ids("a") == before
+
+
+# ------------------------------------------------------------------ what the loop reports
+
+
+def _told(member: Member) -> tuple[str, str, str]:
+    (instance,) = (each for each in member.service.store.instances() if each.id == member.instance)
+    return instance.dispatch, instance.dispatch_reason, instance.broker
+
+
+def test_nothing_is_known_before_the_loop_reports(service: Service) -> None:
+    member = Member(service, "a", dispatch="")
+    member.step()
+    assert _told(member) == ("", "", "")
+    member.store.close()
+
+
+def test_what_the_loop_reports_is_told_by_the_next_step(make_member: MakeMember) -> None:
+    member = make_member("a")
+    member.step()
+    member.membership.report_dispatch("atomic", "the broker holds the timers")
+    member.membership.report_broker(True)
+    assert _told(member) == ("confirmed", "", "")
+    member.step()
+    assert _told(member) == ("atomic", "the broker holds the timers", "up")
+
+
+def test_a_step_is_due_when_the_report_has_changed(make_member: MakeMember) -> None:
+    member = make_member("a")
+    attention = member.membership.attention
+    for _ in range(2):
+        member.membership.report_broker(True)
+        member.membership.report_dispatch("atomic", "why")
+        assert attention.is_set()
+        attention.clear()
+        member.membership.report_broker(True)
+        member.membership.report_dispatch("atomic", "why")
+        assert not attention.is_set()
+        member.membership.report_broker(False)
+        member.membership.report_dispatch("confirmed", "why")
+
+
+def test_only_what_has_changed_is_written(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = make_member("a")
+    member.membership.report_broker(True)
+    written: list[Any] = []
+    answer = Store.report
+
+    def report(store: Store, instance: str, epoch: int, fields: Any) -> None:
+        written.append(fields)
+        answer(store, instance, epoch, fields)
+
+    monkeypatch.setattr(Store, "report", report)
+    member.step()
+    assert _told(member) == ("confirmed", "", "up")
+    assert written == []
+    member.membership.report_broker(False)
+    member.step()
+    member.step()
+    assert written == [{"broker": "down"}]
+
+
+def test_a_report_that_was_not_written_is_written_later(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = make_member("a")
+    member.step()
+    member.membership.report_broker(True)
+
+    def fail(*_: Any) -> None:
+        raise StoreUnavailableError("down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "report", fail)
+        with pytest.raises(StoreUnavailableError):
+            member.step()
+    assert _told(member) == ("confirmed", "", "")
+    member.step()
+    assert _told(member) == ("confirmed", "", "up")
+
+
+def test_a_new_registration_says_all_that_was_reported(make_member: MakeMember) -> None:
+    member = make_member("a")
+    member.step()
+    member.membership.report_dispatch("atomic", "why")
+    member.membership.report_broker(False)
+    member.step()
+    member.membership.report_fenced(member.lease.epoch)
+    member.step()
+    assert _told(member) == ("atomic", "why", "down")
+
+
+def test_a_report_of_an_epoch_that_is_over_waits_for_the_next_one(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = make_member("a")
+    member.step()
+    old = member.lease.epoch
+    answer = Store.heartbeat
+
+    def and_registered_by_another(store: Store, instance: str, epoch: int) -> Any:
+        answered = answer(store, instance, epoch)
+        member.service.join("a")
+        return answered
+
+    member.membership.report_broker(True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "heartbeat", and_registered_by_another)
+        with pytest.raises(FencedError):
+            member.step()
+    while member.step() == 0:
+        pass
+    assert member.lease.epoch > old + 1
+    assert _told(member) == ("confirmed", "", "up")
+
+
+# ------------------------------------------------------------------ a broker that is down
+
+GIVE_UP_AFTER = 10.0  # seconds: a third of the timeout
+
+
+def _with_brokers(up: Member, down: Member, timers: int = 10) -> None:
+    """Let both own as many timers; then the broker of one is down, as its instance says."""
+    up.step()
+    up.service.add_many(timers, every=3600)
+    down.step()
+    up.service.clock.advance(3)  # so that nothing falls due with the failure check
+    for member in (up, down):
+        member.membership.report_broker(member is up)
+        member.step()
+
+
+def test_timers_are_kept_until_the_broker_is_down_for_the_stated_time(
+    service: Service, make_member: MakeMember, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert service.settings.give_up_after == GIVE_UP_AFTER
+    a, b = make_member("a"), make_member("b")
+    _with_brokers(a, b)
+    service.clock.advance(GIVE_UP_AFTER - 0.001)
+    a.step()
+    assert 0 < b.step() <= 0.0011
+    assert service.loads() == {"a": 5, "b": 5}
+    service.clock.advance(0.002)
+    b.step()
+    assert service.loads() == {"a": 10, "b": 0}
+    expected = "broker unreachable for 10 s here while other instances reach it: 5 timers given up"
+    assert expected in caplog.text
+
+
+def test_the_loop_that_says_again_that_the_broker_is_down_gets_no_more_time(
+    service: Service, make_member: MakeMember
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    _with_brokers(a, b)
+    for _ in range(11):
+        service.clock.advance(1)
+        b.membership.report_broker(False)
+        a.step()
+        b.step()
+    assert service.loads() == {"a": 10, "b": 0}
+
+
+def test_who_gave_its_timers_up_stays_and_gets_none_while_its_broker_is_down(
+    service: Service, make_member: MakeMember, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    _with_brokers(a, b)
+    epoch = b.lease.epoch
+    b.live(60, a)
+    service.add_many(5, "late", every=3600)
+    b.live(30, a)
+    assert service.loads() == {"a": 15, "b": 0}
+    assert b.lease.epoch == epoch
+    assert caplog.text.count("given up") == 1
+
+
+def test_an_instance_gets_its_share_again_at_once_when_its_broker_is_back(
+    service: Service, make_member: MakeMember
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    _with_brokers(a, b)
+    b.live(30, a)
+    b.step()
+    assert service.loads() == {"a": 10, "b": 0}
+    b.membership.report_broker(True)
+    b.step()
+    assert service.loads() == {"a": 5, "b": 5}
+    b.live(30, a)
+    assert service.loads() == {"a": 5, "b": 5}
+
+
+@pytest.mark.parametrize("broker_of_a", [False, None])
+def test_nothing_is_given_up_while_no_other_broker_works(
+    service: Service,
+    make_member: MakeMember,
+    broker_of_a: bool | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    service.add_many(10, every=3600)
+    b.step()
+    b.membership.report_broker(False)
+    if broker_of_a is not None:
+        a.membership.report_broker(broker_of_a)
+    b.live(60, a)
+    assert service.loads() == {"a": 5, "b": 5}
+    a.membership.report_broker(True)
+    b.live(6, a)
+    assert service.loads() == {"a": 10, "b": 0}
+    assert caplog.text.count("given up") == 1
+
+
+def test_a_broker_that_is_back_in_time_costs_no_timers(
+    service: Service, make_member: MakeMember
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    _with_brokers(a, b)
+    for _ in range(5):
+        b.live(6, a)
+        b.membership.report_broker(True)
+        b.live(1, a)
+        b.membership.report_broker(False)
+    assert service.loads() == {"a": 5, "b": 5}
+
+
+def test_timers_are_given_up_in_batches_with_heartbeats_in_between(
+    service: Service, make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    _with_brokers(a, b, timers=20)
+    answer, heard = Store.give_up, []
+
+    def give_up(store: Store, instance: str, epoch: int) -> Any:
+        heard.append(service.store.scores("service_instances")["b"])
+        service.clock.advance(3)
+        return answer(store, instance, epoch, limit=2)
+
+    b.live(GIVE_UP_AFTER - 1, a)
+    monkeypatch.setattr(Store, "give_up", give_up)
+    service.clock.advance(2)
+    b.step()
+    assert service.loads() == {"a": 20, "b": 0}
+    assert len(heard) == 5
+    assert len(set(heard)) > 1
+
+
+def test_giving_up_ends_when_the_broker_is_back_meanwhile(
+    service: Service, make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    _with_brokers(a, b)
+    answer = Store.give_up
+
+    def give_up(store: Store, instance: str, epoch: int) -> Any:
+        moved = answer(store, instance, epoch, limit=2)
+        b.membership.report_broker(True)
+        return moved
+
+    monkeypatch.setattr(Store, "give_up", give_up)
+    service.clock.advance(GIVE_UP_AFTER + 1)
+    b.step()
+    assert service.loads() == {"a": 7, "b": 3}
+
+
+def test_giving_up_waits_for_another_mover_and_is_tried_again_soon(
+    service: Service, make_member: MakeMember
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    _with_brokers(a, b)
+    b.live(GIVE_UP_AFTER - 1, a)
+    service.clock.advance(2)
+    mover = {"mover": "a", "mover_until": service.clock.now_ms + 1000}
+    service.redis.hset(service.keys("meta"), mapping=mover)
+    assert 0 < b.step() <= 5 / 4
+    assert service.loads() == {"a": 5, "b": 5}
+    service.clock.advance(5 / 4)
+    b.step()
+    assert service.loads() == {"a": 10, "b": 0}
 
 
 # ------------------------------------------------------------------ tidying

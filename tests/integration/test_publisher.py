@@ -368,7 +368,7 @@ def test_signals_are_sent_for_each_run(
         signals.before_task_publish.disconnect(before)
         signals.after_task_publish.disconnect(after)
     ids = [run_of(1).task_id, run_of(2).task_id]
-    assert seen == [(when, id) for id in ids for when in ("before", "after")]
+    assert seen == [(when, id) for when in ("before", "after") for id in ids]
     assert all(m["headers"]["stamped_by"] == "a receiver" for m in queues.take(f"{prefix}queue"))
 
 

@@ -298,12 +298,12 @@ def test_what_was_sent_and_not_committed_is_committed_before_it_leaves(
     timers, reader, scheduler = DistributedTimer(app), read_queue(app), make_scheduler(app)
     commit, tries = Store.commit, []
 
-    def commit_at_the_end(store: Store, *args: Any) -> list[int]:
+    def commit_at_the_end(store: Store, *args: Any, **kwargs: Any) -> Any:
         tries.append(args)
         assert scheduler._runtime is not None
         if not scheduler._runtime._stopped.is_set():
             raise StoreUnavailableError("no answer")
-        return commit(store, *args)
+        return commit(store, *args, **kwargs)
 
     monkeypatch.setattr(Store, "commit", commit_at_the_end)
     timers.create_timer("a", datetime.now(timezone.utc), "record")

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib import resources
+from typing import Any
 
 import pytest
 
@@ -154,6 +155,34 @@ def test_heartbeat_after_silence_revives_nobody_who_leaves(service: Service) -> 
     assert service.loads() == {"b": 3}
 
 
+# ------------------------------------------------------------------ report
+
+
+def _say(service: Service, **brokers: str) -> None:
+    """Let instances say of their broker that it is up or down, or that it is not known."""
+    for instance, broker in brokers.items():
+        service.store.report(instance, service.epoch(instance), {"broker": broker})
+
+
+def test_report_writes_the_fields_that_are_given(service: Service) -> None:
+    epoch = service.join()
+    fields = {"dispatch": "atomic", "dispatch_reason": "one server", "broker": "up"}
+    assert service.store._call("report", "a", epoch, "broker", "down") == 1
+    service.store.report("a", epoch, fields)
+    service.store.report("a", epoch, {"broker": "down"})
+    (instance,) = service.store.instances()
+    said = (instance.dispatch, instance.dispatch_reason, instance.broker)
+    assert said == ("atomic", "one server", "down")
+    assert (instance.host, instance.epoch) == ("h", epoch)
+
+
+def test_report_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.store.report("a", OVER, {"broker": "up"})
+    assert service.store.instances()[0].broker == ""
+
+
 # ------------------------------------------------------------------ leave
 
 
@@ -236,6 +265,59 @@ def test_a_new_timer_is_not_given_to_one_who_leaves(service: Service) -> None:
     service.add_many(2)
     service.store.leave("a", a, limit=1)
     assert service.state(service.add("late").id).owner == UNASSIGNED
+
+
+def test_a_new_timer_is_not_given_to_one_whose_broker_is_down(service: Service) -> None:
+    service.join("a")
+    service.add_many(3)
+    service.join("b")
+    _say(service, a="", b="down")
+    service.add_many(2, "then")
+    assert service.loads() == {"a": 5, "b": 0}
+
+
+def test_a_new_timer_goes_to_one_without_a_broker_when_nobody_has_one(service: Service) -> None:
+    service.join("a")
+    service.add_many(3)
+    service.join("b")
+    _say(service, a="down", b="down")
+    service.add_many(3, "then")
+    assert service.loads() == {"a": 3, "b": 3}
+
+
+def test_a_new_timer_goes_to_one_with_a_broker_though_its_heartbeat_is_late(
+    service: Service,
+) -> None:
+    service.join("a")
+    b = service.join("b")
+    _say(service, a="up", b="down")
+    service.let_pass(11, b=b)
+    assert service.state(service.add("one").id).owner == "a"
+    service.let_pass(20, b=b)
+    assert service.state(service.add("two").id).owner == "b"
+
+
+@pytest.mark.parametrize("how", ["resume", "trigger", "leave", "reap"])
+def test_no_timer_moves_to_one_whose_broker_is_down(service: Service, how: str) -> None:
+    a = service.join("a")
+    timers = service.add_many(4, every=3600)
+    b, c = service.join("b"), service.join("c")
+    _say(service, a="up", b="down", c="")
+    if how == "resume":
+        service.store.pause(timers[0].id)
+        service.store.resume(timers[0].id, timers[0].revision, "paused", START_MS, 0)
+        expected = {"a": 3, "b": 0, "c": 1}
+    elif how == "trigger":
+        service.trigger(timers[0])
+        expected = {"a": 4, "b": 0, "c": 1}
+    elif how == "leave":
+        service.store.leave("a", a)
+        expected = {"b": 0, "c": 4}
+    else:
+        service.let_pass(31, b=b, c=c)
+        service.store.reap("b", b)
+        expected = {"b": 0, "c": 4}
+    assert service.loads() == expected
 
 
 # ------------------------------------------------------------------ reap
@@ -450,11 +532,328 @@ def test_rebalance_of_another_epoch_is_fenced(service: Service) -> None:
         service.store.rebalance("a", OVER)
 
 
+def test_rebalance_counts_only_those_whose_broker_is_not_down(service: Service) -> None:
+    a = service.join("a")
+    service.add_many(8)
+    service.join("b")
+    assert _rebalance(service, "a", a) == 4
+    service.join("c")
+    _say(service, a="up", b="down", c="up")
+    assert _rebalance(service, "a", a) == 2
+    assert service.loads() == {"a": 2, "b": 4, "c": 2}
+    _say(service, a="up", b="up", c="up")
+    service.add_many(4, "more")
+    _rebalance(service, "a", a)
+    assert service.loads() == {"a": 4, "b": 4, "c": 4}
+
+
+# ------------------------------------------------------------------ give_up
+
+
+def _share(service: Service, timers: int, *instances: str) -> list[int]:
+    """Register instances that own the same number of timers; return their epochs."""
+    epochs = [service.join(instance) for instance in instances]
+    service.add_many(timers, every=3600)
+    return epochs
+
+
+def test_give_up_goes_in_batches_soonest_due_first(service: Service) -> None:
+    a, _ = _share(service, 10, "a", "b")
+    _say(service, a="down", b="up")
+    owned = service.store.owned_ids("a")
+    assert service.store.give_up("a", a, limit=2) == Moved(2, more=True)
+    assert service.store.owned_ids("a") == owned[2:]
+    assert service.loads() == {"a": 3, "b": 7}
+    assert service.store.give_up("a", a) == Moved(3)
+    assert service.loads() == {"a": 0, "b": 10}
+    assert service.store.give_up("a", a) == Moved()
+
+
+def test_give_up_spreads_over_those_whose_broker_works(service: Service) -> None:
+    a, *_ = _share(service, 20, "a", "b", "c", "d", "e")
+    _say(service, a="down", b="up", c="down", d="", e="up")
+    assert service.store.give_up("a", a) == Moved(4)
+    assert service.loads() == {"a": 0, "b": 6, "c": 4, "d": 4, "e": 6}
+
+
+def test_give_up_gives_nothing_back_to_the_caller(service: Service) -> None:
+    a, _ = _share(service, 4, "a", "b")
+    _say(service, a="up", b="up")
+    assert service.store.give_up("a", a) == Moved(2)
+    assert service.loads() == {"a": 0, "b": 4}
+
+
+@pytest.mark.parametrize("broker", ["down", ""])
+def test_give_up_moves_nothing_while_no_other_broker_works(service: Service, broker: str) -> None:
+    a, _ = _share(service, 4, "a", "b")
+    _say(service, a="down", b=broker)
+    assert service.store.give_up("a", a) == Moved()
+    assert service.loads() == {"a": 2, "b": 2}
+
+
+@pytest.mark.parametrize("state", ["dead", "leaving", "gone"])
+def test_give_up_moves_nothing_to_one_who_is_not_there(service: Service, state: str) -> None:
+    a, b = _share(service, 4, "a", "b")
+    _say(service, a="down", b="up")
+    if state == "dead":
+        service.let_pass(31, a=a)
+    else:
+        service.store.leave("b", b, limit=1 if state == "leaving" else 2)
+    before = service.loads()
+    assert service.store.give_up("a", a) == Moved()
+    assert service.loads() == before
+
+
+def test_give_up_keeps_the_registration(service: Service) -> None:
+    a, _ = _share(service, 4, "a", "b")
+    _say(service, a="down", b="up")
+    service.store.give_up("a", a)
+    assert service.store.heartbeat("a", a).now_ms == START_MS
+    assert service.epoch("a") == a
+
+
+def test_give_up_by_a_second_mover_is_busy_until_the_first_is_done(service: Service) -> None:
+    a, b, _ = _share(service, 9, "a", "b", "c")
+    _say(service, a="down", b="down", c="up")
+    assert service.store.give_up("a", a, limit=1).more
+    assert service.store.give_up("b", b) == Moved(busy=True)
+    assert service.store.reap("b", b).busy
+    assert service.store.give_up("a", a) == Moved(2)
+    assert service.store.give_up("b", b) == Moved(3)
+
+
+def test_give_up_drops_what_is_no_timer(service: Service) -> None:
+    a, _ = _share(service, 4, "a", "b")
+    _say(service, a="down", b="up")
+    gone, kept = service.store.owned_ids("a")
+    service.redis.delete(service.keys("timer", gone))
+    assert service.store.give_up("a", a) == Moved(2)
+    assert kept in service.store.owned_ids("b")
+    assert not service.exists(gone)
+
+
+def test_give_up_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.store.give_up("a", OVER)
+
+
+# ------------------------------------------------------------------ steal
+
+LAG_MS = 500
+
+
+def _fall_behind(service: Service, timers: int, seconds: float = 20.0) -> tuple[int, list[str]]:
+    """Let `a` own so many timers that were due, a millisecond apart, and `b` be idle.
+
+    Returns:
+        The epoch of `b`, and the ids of the timers, soonest due first.
+    """
+    service.join("a")
+    ids = [timer.id for timer in service.add_many(timers)]
+    b = service.join("b")
+    service.clock.advance(seconds)
+    return b, ids
+
+
+def _in_flight(service: Service, instance: str, *ids: str) -> None:
+    service.redis.hset(service.keys("instance", instance), "in_flight", " ".join(ids))
+
+
+def test_steal_takes_half_of_what_is_overdue_soonest_due_first(service: Service) -> None:
+    b, ids = _fall_behind(service, 5)
+    assert service.store.steal("b", b, LAG_MS) == Moved(3, more=True)
+    assert service.store.owned_ids("b") == ids[:3]
+    assert [service.state(id).owner for id in ids] == ["b"] * 3 + ["a"] * 2
+    assert service.store.steal("b", b, LAG_MS) == Moved(1, more=True)
+    assert service.store.steal("b", b, LAG_MS) == Moved(1)
+    assert service.store.steal("b", b, LAG_MS) == Moved()
+    assert service.loads() == {"a": 0, "b": 5}
+
+
+def test_steal_takes_at_most_its_limit(service: Service) -> None:
+    b, ids = _fall_behind(service, 9)
+    assert service.store.steal("b", b, LAG_MS, 2) == Moved(2, more=True)
+    assert service.store.owned_ids("b") == ids[:2]
+
+
+def test_steal_leaves_what_is_late_by_less(service: Service) -> None:
+    """The timers are due at 10,000 ms and each millisecond after it."""
+    b, ids = _fall_behind(service, 10, seconds=10 + LAG_MS / SECOND - 0.001)
+    assert service.store.steal("b", b, LAG_MS) == Moved()
+    service.clock.advance(0.001)
+    assert service.store.steal("b", b, LAG_MS) == Moved(1)
+    service.clock.advance(0.003)
+    assert service.store.steal("b", b, LAG_MS) == Moved(2, more=True)
+    assert service.store.owned_ids("b") == ids[:3]
+
+
+def test_steal_of_nothing_that_lags_moves_nothing(service: Service) -> None:
+    b, _ = _fall_behind(service, 5, seconds=0)
+    assert service.store.steal("b", b, LAG_MS) == Moved()
+    service.clock.advance(20)
+    a = service.epoch("a")
+    assert service.store.steal("a", a, LAG_MS) == Moved(), "nobody else has any"
+
+
+def test_steal_helps_the_most_overdue_and_says_that_others_lag_too(service: Service) -> None:
+    service.join("a")
+    service.add("of a", every=11)
+    service.join("b")
+    service.add("of b", every=10)
+    c = service.join("c")
+    service.clock.advance(20)
+    assert service.store.steal("c", c, LAG_MS) == Moved(1, more=True)
+    assert service.loads() == {"a": 1, "b": 0, "c": 1}
+    assert service.store.steal("c", c, LAG_MS) == Moved(1)
+
+
+def test_steal_says_nothing_of_others_that_are_on_time(service: Service) -> None:
+    service.join("a")
+    service.add("of a", every=10)
+    service.join("b")
+    service.add("of b", every=20)
+    c = service.join("c")
+    service.clock.advance(20)
+    assert service.store.steal("c", c, LAG_MS) == Moved(1)
+
+
+def test_steal_leaves_what_is_in_flight(service: Service) -> None:
+    b, ids = _fall_behind(service, 6)
+    _in_flight(service, "a", *ids[:2])
+    assert service.store.steal("b", b, LAG_MS) == Moved(3, more=True)
+    assert service.store.owned_ids("b") == ids[2:5]
+    assert service.store.steal("b", b, LAG_MS) == Moved(1)
+    assert service.store.steal("b", b, LAG_MS) == Moved()
+    assert service.store.owned_ids("a") == ids[:2]
+    _in_flight(service, "a")
+    assert service.store.steal("b", b, LAG_MS) == Moved(1, more=True)
+
+
+def test_steal_helps_the_next_where_all_is_in_flight(service: Service) -> None:
+    service.join("a")
+    first = service.add("of a", every=10)
+    service.join("b")
+    second = service.add("of b", every=11)
+    c = service.join("c")
+    service.clock.advance(20)
+    _in_flight(service, "a", first.id)
+    assert service.store.steal("c", c, LAG_MS) == Moved(1)
+    assert service.store.owned_ids("c") == [second.id]
+    assert service.store.steal("c", c, LAG_MS) == Moved()
+
+
+def test_steal_takes_nothing_of_nobody(service: Service) -> None:
+    service.add()
+    b = service.join("b")
+    service.clock.advance(20)
+    assert service.store.steal("b", b, LAG_MS) == Moved()
+    assert service.store.reap("b", b).count == 1
+
+
+def test_steal_for_one_whose_broker_is_down_takes_nothing(service: Service) -> None:
+    b, _ = _fall_behind(service, 4)
+    _say(service, b="down")
+    assert service.store.steal("b", b, LAG_MS) == Moved()
+    _say(service, a="down", b="up")
+    assert service.store.steal("b", b, LAG_MS) == Moved(2, more=True)
+
+
+def test_steal_for_one_who_leaves_takes_nothing(service: Service) -> None:
+    b, _ = _fall_behind(service, 4)
+    service.add_many(6, "far", every=3600)
+    service.store.heartbeat("b", b)
+    service.store.leave("b", b, limit=1)
+    before = service.loads()
+    assert service.store.steal("b", b, LAG_MS) == Moved()
+    assert service.loads() == before
+
+
+def test_steal_waits_for_a_mover_and_holds_none(service: Service) -> None:
+    b, _ = _fall_behind(service, 8)
+    mover = {"mover": "c", "mover_until": service.clock.now_ms + 1000}
+    service.redis.hset(service.keys("meta"), mapping=mover)
+    assert service.store.steal("b", b, LAG_MS) == Moved(busy=True)
+    service.clock.advance(1)
+    c = service.join("c")
+    assert service.store.steal("b", b, LAG_MS).more
+    assert service.store.steal("c", c, LAG_MS) == Moved(2, more=True)
+
+
+def test_steal_drops_what_is_no_timer_and_what_is_not_active(service: Service) -> None:
+    b, ids = _fall_behind(service, 6)
+    service.redis.delete(service.keys("timer", ids[0]))
+    service.store.pause(ids[1])
+    for key in (service.keys("timer_queue"), service.keys("instance_timers", "a")):
+        service.redis.zadd(key, {ids[1]: START_MS + 10_001})
+    assert service.store.steal("b", b, LAG_MS) == Moved(3, more=True)
+    assert service.store.owned_ids("b") == [ids[2]]
+    assert service.state(ids[1]).status == "paused"
+    assert not service.exists(ids[0])
+
+
+def test_steal_settles_whose_a_timer_is(service: Service) -> None:
+    b, ids = _fall_behind(service, 1)
+    service.set_field(ids[0], "owner", "nobody")
+    assert service.store.steal("b", b, LAG_MS) == Moved(1)
+    assert service.state(ids[0]).owner == "b"
+
+
+def test_steal_lets_the_owner_before_commit_nothing(service: Service) -> None:
+    b, ids = _fall_behind(service, 1)
+    a = service.epoch("a")
+    due = service.due_one("a", a)
+    assert service.store.steal("b", b, LAG_MS) == Moved(1)
+    assert service.commit("a", a, service.ran(due)) == [0]
+    again = service.due_one("b", b)
+    assert (again.id, again.due) == (ids[0], due.due)
+
+
+def _most_lagging(service: Service, instance: str) -> object:
+    prelude = (resources.files("celery_dtimer") / "lua" / "prelude.lua").read_text()
+    keys = (service.keys("meta"), service.keys("never"))
+    text = f"{prelude}\nreturn most_lagging(ARGV[2]) or 'nobody'"
+    return service.redis.eval(text, 2, *keys, "", instance)
+
+
+def test_steal_is_worth_a_call_when_the_first_timer_of_another_is_late(service: Service) -> None:
+    service.add("of nobody", every=1)
+    for instance, every in (("a", 12), ("b", 11), ("c", 10)):
+        service.join(instance)
+        service.add(f"of {instance}", every=every)
+    assert _most_lagging(service, "a") == START_MS + 10_000
+    assert _most_lagging(service, "c") == START_MS + 11_000
+    service.store.delete([service.define(f"of {name}").id for name in "ab"])
+    assert _most_lagging(service, "c") == "nobody"
+
+
+def test_steal_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.store.steal("a", OVER, LAG_MS)
+
+
 # ------------------------------------------------------------------ upsert
 
 
-def _upsert(service: Service, *row: object) -> int:
-    return service.store._upsert([row])[0]
+Row = tuple[str, str, str, str, str, object, str, str]
+
+
+def _upsert_all(service: Service, *rows: Row, source: str = "", anew: int = 0) -> list[Any]:
+    """Write timers as they are to be after how they were read; return what the script answers."""
+    arguments = []
+    for id, read_revision, read_status, revision, status, due, reason, blob in rows:
+        arguments.append(f"{id} {revision} {status} {due} {anew} {reason}")
+        arguments.append(f"{read_revision} {read_status}" if read_revision else "")
+        arguments.append(blob)
+    return list(service.store._call("upsert", source, *arguments))
+
+
+def _upsert(service: Service, *row: Any) -> list[Any]:
+    return _upsert_all(service, row)
+
+
+WRITTEN = [START_MS]
 
 
 def test_upsert_creates_an_active_timer(service: Service) -> None:
@@ -467,13 +866,22 @@ def test_upsert_creates_an_active_timer(service: Service) -> None:
     assert service.store.definitions([timer.id]) == [timer.blob]
 
 
-def test_upsert_answers_the_creation_and_keeps_it(service: Service) -> None:
+def test_upsert_answers_the_time_and_keeps_the_creation(service: Service) -> None:
     timer = service.define()
-    row = (timer.revision, "active", START_MS + 99, "", "", timer.blob, 0)
-    assert _upsert(service, timer.id, "", "", *row) == START_MS
+    row = (timer.revision, "active", START_MS + 99, "", timer.blob)
+    assert _upsert(service, timer.id, "", "", *row) == [START_MS]
     service.clock.advance(5)
-    assert _upsert(service, timer.id, timer.revision, "active", *row) == START_MS
+    assert _upsert(service, timer.id, timer.revision, "active", *row) == [START_MS + 5_000]
     assert service.state(timer.id).created_ms == START_MS
+    assert service.state(timer.id).due_ms == START_MS + 99
+
+
+def test_upsert_counts_a_delay_from_the_servers_time(service: Service) -> None:
+    timer = service.define()
+    row = (timer.revision, "active", "+1500", "", timer.blob)
+    assert _upsert(service, timer.id, "", "", *row) == WRITTEN
+    state = service.state(timer.id)
+    assert (state.due_ms, state.at_ms) == (START_MS + 1500, START_MS + 1500)
 
 
 @pytest.mark.parametrize(
@@ -485,26 +893,53 @@ def test_upsert_of_a_timer_that_is_not_as_it_was_read_writes_nothing(
     timer = service.add()
     before = service.state(timer.id)
     read = timer.revision if revision == "right" else revision
-    row = ("new", "active", START_MS, "", "", "{}", 0)
-    assert _upsert(service, timer.id, read, status, *row) == 0
+    row = ("new", "active", START_MS, "", "{}")
+    now_ms, place, found = _upsert(service, timer.id, read, status, *row)
+    assert (now_ms, place) == (START_MS, 0)
+    assert dict(zip(found[::2], found[1::2], strict=True)) == service.redis.hgetall(
+        service.keys("timer", timer.id)
+    )
     assert service.state(timer.id) == before
     assert service.store.definitions([timer.id]) == [timer.blob]
 
 
 def test_upsert_of_a_timer_that_was_deleted_writes_nothing(service: Service) -> None:
     timer = service.define()
-    row = (timer.id, "revision", "active", "new", "active", START_MS, "", "", "{}", 0)
-    assert _upsert(service, *row) == 0
+    row = (timer.id, "revision", "active", "new", "active", START_MS, "", "{}")
+    assert _upsert(service, *row) == [START_MS, 0, []]
     assert not service.exists(timer.id)
 
 
 def test_upsert_of_one_timer_in_conflict_writes_the_others(service: Service) -> None:
     one, two = service.add("one"), service.define("two")
-    rows = [
-        (one.id, "", "", one.revision, "active", START_MS, "", "", one.blob, 0),
-        (two.id, "", "", two.revision, "active", START_MS, "", "", two.blob, 0),
-    ]
-    assert service.store._upsert(rows) == [0, START_MS]
+    before = service.state(one.id)
+    now_ms, *refused = _upsert_all(
+        service,
+        (two.id, "", "", two.revision, "active", START_MS, "", two.blob),
+        (one.id, "", "", "new", "active", START_MS, "", "{}"),
+    )
+    assert (now_ms, refused[::2]) == (START_MS, [1])
+    assert service.state(one.id) == before
+    assert service.state(two.id).due_ms == START_MS
+    assert service.store.definitions([one.id, two.id]) == [one.blob, two.blob]
+
+
+@pytest.mark.parametrize("fields", [{"every": 10}, {"at_ms": START_MS}])
+def test_an_interval_or_a_one_shot_is_saved_without_asking_for_the_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(service.store, "now_ms", None)
+    monkeypatch.setattr(service.store, "states", None)
+    assert service.store.save([service.define(**fields)]) == 1
+    assert service.store.save([service.define(**fields)]) == 0
+    assert service.store.save([service.define(**fields, args=(1,))]) == 1
+
+
+def test_upsert_shares_new_timers_between_the_instances(service: Service) -> None:
+    service.join("a")
+    service.join("b")
+    service.add_many(5)
+    assert sorted(service.loads().values()) == [2, 3]
 
 
 def test_upsert_keeps_the_due_time_that_is_stored_by_then(service: Service) -> None:
@@ -512,8 +947,8 @@ def test_upsert_keeps_the_due_time_that_is_stored_by_then(service: Service) -> N
     timer = service.add()
     service.clock.advance(10)
     service.commit("a", epoch, service.ran(service.due_one("a", epoch)))
-    row = ("new", "active", "keep", "", "", "{}", 0)
-    assert _upsert(service, timer.id, timer.revision, "active", *row)
+    row = ("new", "active", "keep", "", "{}")
+    assert _upsert(service, timer.id, timer.revision, "active", *row) == [service.clock()]
     assert service.state(timer.id).due_ms == START_MS + 20_000
 
 
@@ -528,11 +963,14 @@ def test_upsert_keeps_the_back_off_of_a_refused_run(service: Service) -> None:
 
 
 @pytest.mark.parametrize("field", ["last_run", "last_sent"])
-def test_upsert_never_sets_a_due_time_that_was_sent(service: Service, field: str) -> None:
+@pytest.mark.parametrize("due", [START_MS + 10, "+10"])
+def test_upsert_never_sets_a_due_time_that_was_sent(
+    service: Service, field: str, due: object
+) -> None:
     timer = service.add()
     service.set_field(timer.id, field, str(START_MS + 50_000))
-    row = ("new", "active", START_MS + 10, "", "", "{}", 0)
-    assert _upsert(service, timer.id, timer.revision, "active", *row)
+    row = ("new", "active", due, "", "{}")
+    assert _upsert(service, timer.id, timer.revision, "active", *row) == WRITTEN
     assert service.state(timer.id).due_ms == START_MS + 50_001
 
 
@@ -571,10 +1009,11 @@ def test_upsert_of_a_timer_whose_owner_is_gone_places_it(service: Service) -> No
 def test_upsert_puts_a_timer_aside(service: Service, status: str) -> None:
     service.join()
     timer = service.add()
-    row = ("new", status, "", "", "a reason", "{}", 0)
-    assert _upsert(service, timer.id, timer.revision, "active", *row)
+    row = ("new", status, "-", "a reason\nin two lines", "{}")
+    assert _upsert(service, timer.id, timer.revision, "active", *row) == WRITTEN
     state = service.state(timer.id)
-    assert (state.status, state.reason, state.due_ms) == (status, "a reason", None)
+    assert (state.status, state.reason) == (status, "a reason\nin two lines")
+    assert (state.due_ms, state.at_ms) == (None, None)
     assert service.store.scores("inactive_timers") == {timer.id: float("inf")}
     assert service.store.pending_count() == 0
 
@@ -610,10 +1049,31 @@ def test_upsert_moves_a_static_timer_between_sources(service: Service) -> None:
     assert service.store.static_timers("one") == set()
     assert service.store.static_timers("two.py") == {timer.id}
     assert service.state(timer.id).source == encode_name("two.py")
-    row = ("new", "active", "keep", "", "", "{}", 0)
-    assert _upsert(service, timer.id, timer.revision, "active", *row)
+    row = ("new", "active", "keep", "", "{}")
+    assert _upsert(service, timer.id, timer.revision, "active", *row) == WRITTEN
     assert service.store.static_timers("two.py") == set()
     assert service.state(timer.id).source == ""
+
+
+def test_upsert_of_an_active_timer_that_has_lost_its_due_time_makes_it_due(
+    service: Service,
+) -> None:
+    service.join()
+    timer = service.add()
+    service.redis.hdel(service.keys("timer", timer.id), "due", "at")
+    service.add(source="app")
+    state = service.state(timer.id)
+    assert (state.due_ms, state.at_ms, state.source) == (START_MS, START_MS, "app")
+
+
+@pytest.mark.parametrize("field", ["revision", "status"])
+def test_upsert_over_a_mark_edited_by_hand_replaces_it(service: Service, field: str) -> None:
+    service.join()
+    timer = service.add()
+    service.set_field(timer.id, field, "some words \n+1")
+    service.add(args=(1,))
+    state = service.state(timer.id)
+    assert state.revision == service.define(args=(1,)).revision
 
 
 # ------------------------------------------------------------------ delete
@@ -825,7 +1285,7 @@ def test_due_answers_at_most_its_limit(service: Service) -> None:
     service.clock.advance(20)
     turn = service.store.due("a", epoch, 2)
     assert len(turn.timers) == 2
-    assert turn.next_ms == START_MS + 10_002
+    assert (turn.more, turn.next_ms) == (True, None)
 
 
 def test_due_of_nothing_has_no_next(service: Service) -> None:
@@ -850,7 +1310,12 @@ def test_due_tells_all_of_a_timer(service: Service) -> None:
     service.clock.advance(10)
     due = service.due_one("a", epoch)
     assert (due.status, due.revision, due.created) == ("active", timer.revision, str(START_MS))
-    assert (due.due_ms, due.runs, due.last_sent, due.attempts) == (START_MS + 10_000, 4, "5", 6)
+    assert (due.due_ms, due.run_number, due.last_sent, due.refusals) == (
+        START_MS + 10_000,
+        5,
+        "5",
+        6,
+    )
     assert due.parent == ""
     assert due.is_readable
     assert not due.is_sent
@@ -879,7 +1344,7 @@ NO_NUMBERS = ["", " ", "nonsense", "-1", "1.5", "²", "1 2", "1\n2", "-"]
     [
         *(("due", text) for text in NO_NUMBERS),
         *(("created", text) for text in NO_NUMBERS),
-        *(("revision", text) for text in ("", " ", "-", "1 2", "1\n2")),
+        *(("revision", text) for text in ("", " ", "1 2", "1\n2 3")),
     ],
 )
 def test_due_of_a_field_edited_by_hand_is_set_aside(
@@ -969,7 +1434,7 @@ def test_commit_of_a_refused_run_postpones_it(service: Service, epoch: int, due:
     assert service.due("a", epoch) == []
     service.clock.advance(0.25)
     again = service.due_one("a", epoch)
-    assert (again.due, again.attempts) == (due.due, 1)
+    assert (again.due, again.refusals) == (due.due, 1)
     assert service.commit("a", epoch, service.ran(again)) == [1]
     assert service.state(due.id).attempts == 0
     assert service.store.instances()[0].refused == 1
@@ -1135,19 +1600,19 @@ def test_commit_with_the_number_of_the_last_one_answers_the_same_and_changes_not
     due, other = service.due("a", epoch)
     service.add("changed", args=(1,))
     settlements = [service.ran(due), service.ran(other)]
-    assert service.store.commit("a", epoch, 7, settlements) == [1, -2]
+    assert service.store.commit("a", epoch, 7, settlements).codes == [1, -2]
     after = service.state(due.id)
-    assert service.store.commit("a", epoch, 7, settlements) == [1, -2]
+    assert service.store.commit("a", epoch, 7, settlements).codes == [1, -2]
     assert service.state(due.id) == after
     assert service.store.instances()[0].sent == 1
-    assert service.store.commit("a", epoch, 8, settlements) == [-2, -2]
+    assert service.store.commit("a", epoch, 8, settlements).codes == [-2, -2]
 
 
 def test_commit_with_the_number_of_another_epoch_is_no_repetition(
     service: Service, epoch: int, due: DueTimer
 ) -> None:
-    assert service.store.commit("a", epoch, 7, []) == []
-    assert service.store.commit("a", service.join("a"), 7, [service.ran(due)]) == [1]
+    assert service.store.commit("a", epoch, 7, []).codes == []
+    assert service.store.commit("a", service.join("a"), 7, [service.ran(due)]).codes == [1]
 
 
 def test_commit_of_nothing_answers_nothing(service: Service, epoch: int) -> None:
@@ -1242,6 +1707,14 @@ def rebalancing(service: Service) -> Act:
     return lambda: service.store.rebalance("a", epoch)
 
 
+def giving_up(service: Service) -> Act:
+    epoch = service.join("a")
+    service.add()
+    service.join("b")
+    _say(service, b="up")
+    return lambda: service.store.give_up("a", epoch)
+
+
 def leaving_in_batches(service: Service) -> Act:
     epoch = service.join("a")
     service.add_many(2)
@@ -1267,7 +1740,7 @@ def committing_without_the_code(service: Service) -> Act:
 @pytest.mark.parametrize(
     "prepare",
     [
-        *(upserting, triggering, resuming, reaping, rebalancing),
+        *(upserting, triggering, resuming, reaping, rebalancing, giving_up),
         *(leaving_in_batches, leaving_with_nothing, committing_without_the_code),
     ],
 )
@@ -1420,8 +1893,8 @@ def test_undeclare_spares_what_is_not_static_any_more(service: Service) -> None:
     timer = service.add("x", source="app")
     _declare(service, "a", a, "one")
     state = service.state(timer.id)
-    row = (timer.id, state.revision, "active", "new", "active", "keep", "", "", "{}", 0)
-    assert _upsert(service, *row)
+    row = (timer.id, state.revision, "active", "new", "active", "keep", "", "{}")
+    assert _upsert(service, *row) == WRITTEN
     assert _undeclare(service, "a", a, "x") == []
     assert service.exists(timer.id)
 

@@ -264,7 +264,7 @@ class Histories(RuleBasedStateMachine):
             if outcome == "sent" or timer.is_sent:
                 process.unsettled.append(self._ran(process, timer))
             elif outcome == "refused":
-                delay_ms = round(policy.retry_delay(timer.attempts) * SECOND)
+                delay_ms = round(policy.retry_delay(timer.refusals) * SECOND)
                 process.unsettled.append(Settlement(timer, "refused", delay_ms=delay_ms))
             else:
                 process.unsettled.append(Settlement(timer, "broken", reason="a reason"))
@@ -298,7 +298,7 @@ class Histories(RuleBasedStateMachine):
             return
         epoch, codes = process.loop_epoch, []
         try:
-            codes = self.store.commit(process.id, epoch, process.sequence, process.unsettled)
+            codes = self.store.commit(process.id, epoch, process.sequence, process.unsettled).codes
         except FencedError:
             reply_is_lost = False
             if process.epoch == epoch:

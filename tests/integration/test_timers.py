@@ -54,7 +54,7 @@ class Timers(DistributedTimer):
         due = self.store.due("beat", self._epoch, 100).timers
         settlements = [self._ran(timer) for timer in due]
         self._commits += 1
-        assert set(self.store.commit("beat", self._epoch, self._commits, settlements)) <= {1}
+        assert set(self.store.commit("beat", self._epoch, self._commits, settlements).codes) <= {1}
         return [timer.parent or timer.id for timer in due]
 
     def _ran(self, timer: DueTimer) -> Settlement:
@@ -519,6 +519,15 @@ def test_filters_and_pages(timers: Timers) -> None:
     assert [name for page in pages for name in names(page)] == everything
     assert timers.get_timers(limit=0) == []
     assert names(timers.get_timers(name="b*", offset=1, limit=1)) == ["b1"]
+
+
+def test_a_page_is_read_without_all_that_is_behind_it(
+    timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers.create_timers({**GOOD, "name": f"t{number}"} for number in range(20))
+    expected = names(timers.get_timers())[3:7]
+    monkeypatch.setattr(timers.store, "scores", None)
+    assert names(timers.get_timers(offset=3, limit=4)) == expected
 
 
 def test_only_star_and_question_mark_are_special_in_a_filter(timers: Timers) -> None:

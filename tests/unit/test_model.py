@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import os
 import uuid
-from dataclasses import replace
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from kombu.utils import json
 
 from celery_dtimer import model
-from celery_dtimer.errors import InvalidTimerError
+from celery_dtimer.errors import InvalidTimerError, shown
 from celery_dtimer.model import (
     MAX_DEFINITION_BYTES,
     UNASSIGNED,
@@ -25,6 +26,7 @@ from celery_dtimer.model import (
     Run,
     Timer,
     TimerState,
+    _is_plain,
     check_size,
     check_storable,
     decode_definition,
@@ -67,6 +69,12 @@ def test_a_moment_keeps_its_milliseconds(moment_ms: int) -> None:
 def test_any_name_has_an_id_that_is_safe_in_a_key(name: str) -> None:
     assert is_timer_id(timer_id(name))
     assert timer_id(name) == timer_id(name)
+
+
+@given(st.text(st.characters(exclude_categories=[])))
+def test_an_id_is_a_digest_in_base_32(name: str) -> None:
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    assert timer_id(name) == base64.b32encode(digest).decode().rstrip("=").lower()
 
 
 def test_names_that_look_alike_have_ids_of_their_own() -> None:
@@ -171,6 +179,8 @@ REFUSED: list[Any] = [
     {"__type__": "uuid", "__value__": "hello"},
     {"__type__": "uuid", "__value__": str(uuid.UUID(int=1))},
     1j,
+    "\ud83d\ude00",  # two halves come back as one character
+    10**5000,
 ]
 
 
@@ -179,7 +189,7 @@ def test_what_celery_carries_is_storable(value: Any) -> None:
     check_storable("args", [value])
 
 
-@pytest.mark.parametrize("value", REFUSED, ids=repr)
+@pytest.mark.parametrize("value", REFUSED, ids=shown)
 def test_what_celery_changes_is_refused_by_the_fields_name(value: Any) -> None:
     with pytest.raises(InvalidTimerError, match=r"^args=.*expected what Celery's JSON carries"):
         check_storable("args", [value])
@@ -190,6 +200,24 @@ def test_what_contains_itself_is_refused() -> None:
     loop.append(loop)
     with pytest.raises(InvalidTimerError, match=r"^args="):
         check_storable("args", loop)
+
+
+@pytest.mark.parametrize("field", ["args", "kwargs"])
+@pytest.mark.parametrize("value", [*STORABLE, *REFUSED, "a", 1, True, None, 0.5], ids=shown)
+def test_what_passes_at_a_glance_comes_back_as_it_went_in(field: str, value: Any) -> None:
+    given: Any = [value] if field == "args" else {"key": value}
+    if _is_plain(given):
+        read = decode_definition(define(**{field: given}).blob)
+        assert repr(getattr(read, field)) == repr(given)
+
+
+def test_the_stored_form_of_a_definition_does_not_change() -> None:
+    timer = define(args=(1, "\u00e9"), kwargs={"a": None}, options={"queue": "q"}, description="d")
+    assert timer.blob == (
+        '{"name":"n","task":"t","schedule":{"every":10000},"args":[1,"\\u00e9"],'
+        '"kwargs":{"a":null},"options":{"queue":"q"},"description":"d"}'
+    )
+    assert timer.revision == "tWrDGuV_wuKyySAV"
 
 
 def test_what_has_its_default_is_not_stored() -> None:
@@ -335,12 +363,12 @@ RUN = Run("orders", "host:1:a", timer_id("n"), timer_id("n"), NOW_MS, NOW_MS + 1
 
 def test_a_task_id_is_the_runs_and_not_the_senders() -> None:
     assert uuid.UUID(RUN.task_id).version == 5
-    assert replace(RUN, instance="host:2:b", number=8).task_id == RUN.task_id
+    assert RUN._replace(instance="host:2:b", number=8).task_id == RUN.task_id
     others = [
-        replace(RUN, service="billing"),
-        replace(RUN, identity=timer_id("m")),
-        replace(RUN, created_ms=NOW_MS + 1),
-        replace(RUN, scheduled_ms=NOW_MS),
+        RUN._replace(service="billing"),
+        RUN._replace(identity=timer_id("m")),
+        RUN._replace(created_ms=NOW_MS + 1),
+        RUN._replace(scheduled_ms=NOW_MS),
     ]
     assert len({RUN.task_id, *(other.task_id for other in others)}) == 5
 
@@ -354,7 +382,7 @@ def test_the_header_tells_timer_and_run() -> None:
         "scheduled_at": "2025-06-15T15:06:50.001+00:00",
         "run": 7,
     }
-    assert replace(RUN, scheduled_ms=0).header["scheduled_at"] == "1970-01-01T00:00:00.000+00:00"
+    assert RUN._replace(scheduled_ms=0).header["scheduled_at"] == "1970-01-01T00:00:00.000+00:00"
 
 
 def test_a_lease_ends_by_itself() -> None:

@@ -35,17 +35,27 @@ def stored(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "due_ms"),
+    ("schedule", "arming"),
     [
-        (RULE, NOW + EVERY),
-        (Crontab("0 0 * * *"), 1_750_032_000_000),
-        (LATER, NOW + 5_000),
-        (PAST, NOW - 5_000),
+        (RULE, Arming("active", delay_ms=EVERY)),
+        (Interval(EVERY, relative=True), Arming("active", 1_750_000_010_000)),
+        (Crontab("0 0 * * *"), Arming("active", 1_750_032_000_000)),
+        (LATER, Arming("active", NOW + 5_000)),
+        (PAST, Arming("active", NOW - 5_000)),
     ],
     ids=repr,
 )
-def test_a_new_timer_is_armed_for_its_first_run(schedule: Schedule, due_ms: int) -> None:
-    assert policy.arm(define(schedule), None, NOW) == Arming("active", due_ms)
+def test_a_new_timer_is_armed_for_its_first_run(schedule: Schedule, arming: Arming) -> None:
+    assert policy.arm(define(schedule), None, NOW) == arming
+
+
+@pytest.mark.parametrize(
+    "schedule", [RULE, Interval(EVERY, relative=True), Crontab("0 0 * * *"), LATER, PAST], ids=repr
+)
+def test_what_needs_no_time_is_armed_alike_at_any_time(schedule: Schedule) -> None:
+    timer = define(schedule)
+    armings = {policy.arm(timer, None, now_ms) for now_ms in (0, NOW)}
+    assert policy.needs_time(timer) is (len(armings) == 2)
 
 
 def test_a_new_timer_that_ran_elsewhere_goes_on_from_there() -> None:
@@ -94,7 +104,7 @@ def test_new_arguments_keep_status_and_phase(status: Status) -> None:
 
 def test_new_arguments_mend_a_broken_timer() -> None:
     arming = policy.arm(define(args=[1]), stored(define(), "broken"), NOW)
-    assert arming == Arming("active", NOW + EVERY)
+    assert arming == Arming("active", delay_ms=EVERY)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +113,14 @@ def test_new_arguments_mend_a_broken_timer() -> None:
 )
 def test_a_new_schedule_starts_anew(status: Status, expected: Status) -> None:
     arming = policy.arm(define(Interval(3_000)), stored(define(), status), NOW)
-    assert arming == Arming(expected, NOW + 3_000)
+    assert arming == Arming(expected, delay_ms=3_000)
+
+
+@pytest.mark.parametrize("status", ["active", "paused"])
+def test_a_new_schedule_without_a_run_leaves_a_timer_stopped_unless_paused(status: Status) -> None:
+    never = Crontab("0 0 * * *")
+    arming = policy.arm(define(never), stored(define(), status), 253_370_764_800_000)
+    assert arming == Arming("stopped" if status == "active" else "paused", None)
 
 
 # ------------------------------------------------------------------ advancing

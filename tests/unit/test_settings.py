@@ -36,7 +36,8 @@ def test_an_app_without_settings_gets_the_defaults() -> None:
     assert settings.check_interval == 1
     assert settings.failure_check_interval == 10
     assert settings.instance_timeout == 30
-    assert settings.batch_size == 250
+    assert settings.batch_size == 100
+    assert (settings.resolution, settings.lag_limit) == (0.005, 2)
     assert settings.dispatch == "auto"
     assert settings.keep_finished == timedelta(days=7).total_seconds()
     assert settings.call_timeout == 10
@@ -53,7 +54,9 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_failure_check_interval": 3,
         "dtimer_instance_timeout": 9.5,
         "dtimer_batch_size": 7,
-        "dtimer_dispatch": "confirmed",
+        "dtimer_resolution": 0,
+        "dtimer_lag_limit": 3,
+        "dtimer_dispatch": "atomic",
         "dtimer_keep_finished": 0,
     }
     assert values.keys() == defaults().keys()
@@ -119,8 +122,8 @@ BAD: list[tuple[str, Any]] = [
     *(("dtimer_failure_check_interval", value) for value in NOT_SECONDS),
     *(("dtimer_instance_timeout", value) for value in NOT_SECONDS),
     *(("dtimer_keep_finished", value) for value in [-1, "7", True, math.nan, math.inf]),
-    *(("dtimer_batch_size", value) for value in [0, -1, 10_001, 1.5, "500", True, None]),
-    *(("dtimer_dispatch", value) for value in ["atomic", "", None, 1, []]),
+    *(("dtimer_batch_size", value) for value in [0, -1, 201, 1.5, "500", True, None]),
+    *(("dtimer_dispatch", value) for value in ["fast", "", None, 1, []]),
     *(("dtimer_key_prefix", value) for value in ["{a}", "}", None, 1, b"p"]),
     *(("dtimer_redis_options", value) for value in [None, "a=1", [1]]),
     *(("dtimer_service", value) for value in [7, b"orders", ["a"]]),

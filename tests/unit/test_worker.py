@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from datetime import datetime, timezone
+import logging
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery, Task
 
+from celery_dtimer import DistributedTimer
 from celery_dtimer.errors import InvalidTimerError
-from celery_dtimer.worker import CallbackTimer, callback_body, timer_of
+from celery_dtimer.worker import CallbackTimer, RunClaims, callback_body, remembered_ms, timer_of
+from tests.servers import free_port
 
 HEADER = {
     "id": "x" * 26,
@@ -155,3 +158,86 @@ def test_an_error_in_the_callback_is_the_tasks(app: Celery) -> None:
     result = task_of(app, callback).apply()
     assert result.state == "FAILURE"
     assert isinstance(result.result, LookupError)
+
+
+# ------------------------------------------------------------------ run once
+
+
+@pytest.mark.parametrize(
+    ("run_once", "ms"),
+    [
+        (False, None),
+        (None, None),
+        (True, 86_400_000),
+        (60, 60_000),
+        (0.001, 1),
+        (timedelta(hours=1), 3_600_000),
+        (timedelta(days=3650), 315_360_000_000),
+    ],
+)
+def test_how_long_a_run_is_remembered(run_once: Any, ms: int | None) -> None:
+    assert remembered_ms(run_once) == ms
+
+
+@pytest.mark.parametrize(
+    "run_once", [0, -1, 0.0001, "1", [], float("nan"), float("inf"), timedelta(0), 1e12]
+)
+def test_what_is_no_time_is_refused(app: Celery, run_once: Any) -> None:
+    with pytest.raises(InvalidTimerError, match=r"run_once=.*1 ms to 3650 days"):
+        DistributedTimer(app).callback(run_once=run_once)
+
+
+def test_only_what_a_timer_sent_is_to_be_admitted(app: Celery) -> None:
+    admitted: list[CallbackTimer] = []
+
+    def callback(timer: Any) -> Any:
+        return timer
+
+    decorator: Any = app.task(bind=True, name="shop.callback", shared=False)
+    task = decorator(callback_body(callback, lambda request, timer: admitted.append(timer)))
+    assert task("called directly") == "called directly"
+    assert run(task) is None
+    assert admitted == []
+    assert run(task, headers={"dtimer": HEADER}) == TIMER
+    assert admitted == [TIMER]
+
+
+@pytest.fixture
+def unreachable(app: Celery) -> Celery:
+    """An app whose Redis does not answer."""
+    app.conf.update(dtimer_redis_url=f"redis://127.0.0.1:{free_port()}/0", broker_url="memory://")
+    return app
+
+
+def request_of(**fields: Any) -> Any:
+    return SimpleNamespace(
+        **{"id": "an id", "is_eager": False, "retries": 0, "properties": {}, **fields}
+    )
+
+
+def test_a_run_that_can_not_be_claimed_runs_with_one_warning(
+    unreachable: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
+    claims = RunClaims(unreachable)
+    for _ in range(2):
+        claims.claim(request_of(), TIMER, 1000)
+    claims.close()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "Runs can not be claimed" in record.message
+
+
+@pytest.mark.parametrize("fields", [{"is_eager": True}, {"retries": 1}])
+def test_an_eager_run_and_a_retry_are_not_claimed(
+    unreachable: Celery, caplog: pytest.LogCaptureFixture, fields: Any
+) -> None:
+    RunClaims(unreachable).claim(request_of(**fields), TIMER, 1000)
+    assert caplog.records == []
+
+
+def test_a_callback_that_runs_eagerly_needs_no_redis(unreachable: Celery) -> None:
+    @DistributedTimer(unreachable).callback(run_once=True, shared=False)
+    def callback(timer: CallbackTimer) -> int:
+        return timer.run
+
+    assert run(callback, headers={"dtimer": HEADER}) == HEADER["run"]

@@ -25,6 +25,10 @@ def plain(timer: CallbackTimer) -> tuple[datetime, int]:
     return timer.scheduled_at, timer.run
 
 
+@timers.callback(run_once=timedelta(hours=1))
+def at_most_once(timer: CallbackTimer) -> None: ...
+
+
 @timers.callback("named")
 def with_a_name(timer: CallbackTimer, kind: str = "daily") -> None: ...
 
