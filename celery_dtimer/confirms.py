@@ -29,9 +29,10 @@ class Receipt:
 class Confirms:
     """The receipts of what is published on a channel; used by one thread.
 
-    It takes the place of the channel's ``basic_publish`` and ``open``. Once the channel has failed it publishes
-    nothing more and raises the failure again instead: py-amqp opens a closed channel anew by
-    itself, without confirms and with numbers that start over. On such a channel, make another.
+    It takes the place of the channel's ``basic_publish`` and ``open``. Once the channel has failed
+    it publishes nothing more and raises the failure again instead: py-amqp opens a closed channel
+    anew by itself, without confirms and with numbers that start over. On such a channel, make
+    another.
 
     Attributes:
         failure: what ended the channel, None while it works.

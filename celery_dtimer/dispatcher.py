@@ -77,7 +77,7 @@ class Mode(Protocol):
         """Return the proof that a commit takes; None when messages are to be published first."""
 
     def is_known(self) -> bool:
-        """Say whether it is known that messages are to be published first, when there is no link."""
+        """Say whether messages are to be published first when there is no link, and not to wait."""
 
     def doubt(self) -> None:
         """Check anew before the next batch."""

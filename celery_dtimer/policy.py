@@ -112,10 +112,11 @@ def plan(definition: Definition, due_ms: int, now_ms: int) -> Plan:
     """Return what follows the run of ``due_ms``: one run stands for all that were missed."""
     schedule = definition.schedule
     moment_ms = max(now_ms, due_ms)
-    next_due_ms = schedule.next_run_after(moment_ms, due_ms)
     following_ms = schedule.next_run_after(due_ms, due_ms)
-    missed = following_ms is not None and following_ms <= moment_ms
-    return Plan(next_due_ms, schedule.count_between(due_ms, moment_ms, due_ms) if missed else 0)
+    if following_ms is None or following_ms > moment_ms:
+        return Plan(following_ms, 0)
+    next_due_ms = schedule.next_run_after(moment_ms, due_ms)
+    return Plan(next_due_ms, schedule.count_between(due_ms, moment_ms, due_ms))
 
 
 def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:

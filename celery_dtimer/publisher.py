@@ -415,7 +415,7 @@ class Publisher:
 
     def _landed(self, flight: _Flight, failed: bool) -> Outcome:
         answer = flight.receipt.answer if flight.receipt is not None else "unknown"
-        if answer == "confirmed":
+        if answer == "confirmed" or (flight.receipt is None and not failed):  # run here, eagerly
             if flight.published is not None:
                 flight.published.announce(flight.run.definition.task)
             return None

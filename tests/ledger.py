@@ -78,6 +78,16 @@ class Ledger:
     def __init__(self, runs: Iterable[SentRun] = ()) -> None:
         self._runs = list(runs)
 
+    @classmethod
+    def of_queue(cls, client: redis.Redis, queue: str) -> Ledger:
+        """Return the runs whose messages wait in a queue's lists, oldest first; they stay there."""
+        ledger = cls()
+        for step in _PRIORITY_STEPS:
+            for text in reversed(client.lrange(queue + step, 0, -1)):  # type: ignore[arg-type]
+                headers = json.loads(text)["headers"]
+                ledger.add(read_run(headers["dtimer"], headers["id"], 0))
+        return ledger
+
     def add(self, run: SentRun) -> None:
         """Write one more run down."""
         self._runs.append(run)

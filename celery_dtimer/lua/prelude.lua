@@ -65,13 +65,14 @@ end
 local function registered()
   local found, rows = {}, redis.call('ZRANGE', INSTANCES, 0, -1, 'WITHSCORES')
   for i = 1, #rows, 2 do
-    local row = fields(key('instance', rows[i]), 'status', 'heartbeat_interval', 'instance_timeout')
+    local row = fields(key('instance', rows[i]), 'status', 'heartbeat_interval', 'instance_timeout', 'broker')
     table.insert(found, {
       id = rows[i],
       heartbeat = tonumber(rows[i + 1]),
       status = row[1],
       interval = number(row[2], 5000),
       timeout = number(row[3], 30000),
+      broker = row[4],
     })
   end
   return found
@@ -86,7 +87,6 @@ local function candidates()
     local age = NOW - instance.heartbeat
     if instance.status == 'active' and age <= instance.timeout then
       instance.load = redis.call('ZCARD', key('instance_timers', instance.id))
-      instance.broker = fields(key('instance', instance.id), 'broker')[1]
       local kind = (age <= 2 * instance.interval and 1 or 2) + (instance.broker == 'down' and 2 or 0)
       table.insert(kinds[kind], instance)
     end

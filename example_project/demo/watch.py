@@ -77,15 +77,6 @@ class Watch:
                 return self.timers.get_timers(instance=instance.id)
         return []
 
-    def is_quiet_around(self, pid: int, span: timedelta) -> bool:
-        """Say whether a beat has nothing due now: neither just before nor just after."""
-        now = self.now()
-        return all(
-            (timer.next_run_at is None or timer.next_run_at - now > span)
-            and (timer.last_run_at is None or now - timer.last_run_at > span)
-            for timer in self.owned_by(pid)
-        )
-
     def is_queue_empty(self) -> bool:
         """Say whether no message waits for a worker."""
         queue = self.timers.app.conf.task_default_queue

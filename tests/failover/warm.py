@@ -14,9 +14,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from celery_dtimer import faults
 from tests.processes import Process, Running
 from tests.waiting import wait_until
 
@@ -27,6 +29,7 @@ _PRELOADED = [
     "celery_dtimer",
     "kombu.transport.redis",
     "tests.failover.warm",
+    "tests.integration.doomed",
 ]
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(_PRELOADED)
@@ -47,6 +50,16 @@ class CeleryProcess(Process):
             "the forked process to have its own session",
         )
         return running
+
+
+def run_warm(function: Callable[..., None], *args: Any) -> int | None:
+    """Run a function in a process of its own; return the exit status, negative for a signal."""
+    process = _forks.Process(target=function, args=args)
+    process.start()
+    process.join()
+    exit_code = process.exitcode
+    process.close()
+    return exit_code
 
 
 class _Forked:
@@ -74,6 +87,8 @@ def _run_celery(argv: Sequence[str], env: Mapping[str, str], cwd: Path, log: Pat
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if env.get("DTIMER_CRASH_AT"):  # it is read at import, which was before
+        faults.arm_from_environment(env["DTIMER_CRASH_AT"])
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -39,9 +39,9 @@ class Sender:
         self.queue = self.declare(**queue)
         self.confirms = Confirms(self.channel)
 
-    def declare(self, **options: Any) -> str:
+    def declare(self, name: str = "", **options: Any) -> str:
         """Declare a queue of the test's own that ends with the connection; return its name."""
-        name = f"confirms-{uuid.uuid4().hex[:8]}"
+        name = name or f"confirms-{uuid.uuid4().hex[:8]}"
         Queue(name, **{"exclusive": True, **options}).bind(self.channel).declare()
         return name
 
@@ -261,7 +261,7 @@ def test_a_failed_channel_publishes_nothing_more_until_confirms_are_made_anew(
 def test_a_declaration_that_is_refused_ends_the_channel_too(sender: Sender) -> None:
     earlier = sender.send_many(10)
     with pytest.raises(PreconditionFailed):
-        Queue(sender.queue, durable=False, exclusive=True).bind(sender.channel).declare()
+        sender.declare(name=sender.queue, queue_arguments={"x-max-length": 9})
     assert sender.confirms.failure is not None
     with pytest.raises(ChannelError):
         sender.send()

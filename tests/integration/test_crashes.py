@@ -11,12 +11,13 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
 
 import pytest
 import redis
 
-from celery_dtimer import DistributedTimer, consistency, faults
+from celery_dtimer import consistency, faults
+from celery_dtimer.model import Definition, TimerState
+from celery_dtimer.schedules import Interval, OneShot, Schedule
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store
 from tests.conftest import app_settings
@@ -51,8 +52,6 @@ class Scene:
         self.app = self.world.app()
         self.queue: str = self.app.conf.task_default_queue
         self.store = Store(Settings.from_app(self.app), clock=self.now_ms)
-        self.timers = DistributedTimer(self.app)
-        self.timers.store = self.store
         self._create()
 
     def now_ms(self) -> int:
@@ -60,13 +59,21 @@ class Scene:
         return int(self.client.get(self.world.clock_key) or 0)  # type: ignore[arg-type]
 
     def _create(self) -> None:
-        moments = [
-            datetime.fromtimestamp(START_MS / 1000 + n, timezone.utc) for n in range(len(ONCE))
-        ]
-        rules: dict[str, float | datetime] = {**INTERVALS, **dict(zip(ONCE, moments, strict=True))}
-        self.timers.create_timers(
-            [{"name": name, "schedule": rule, "callback": "t"} for name, rule in rules.items()]
-        )
+        rules: dict[str, Schedule] = {
+            **{name: Interval(round(seconds * 1000)) for name, seconds in INTERVALS.items()},
+            **{name: OneShot(START_MS + n * 1000) for n, name in enumerate(ONCE)},
+        }
+        self.ids = {}
+        for name, rule in rules.items():
+            definition = Definition(name, "tasks.record", rule)
+            self.store.save([definition])
+            self.ids[name] = definition.id
+
+    def state(self, name: str) -> TimerState:
+        """Return what is stored of a timer."""
+        state = self.store.states([self.ids[name]])[1][0]
+        assert state is not None
+        return state
 
     def doom(self, label: str) -> None:
         """Let an instance live until it dies at a point, then let its heartbeat run out."""
@@ -91,13 +98,13 @@ class Scene:
         """Fail when a run is neither sent nor counted as skipped, or the store is inconsistent."""
         now_ms = self.now_ms()
         for name, seconds in INTERVALS.items():
-            every_ms, timer = round(seconds * 1000), self.timers.get_timer(name)
+            every_ms, timer = round(seconds * 1000), self.state(name)
             due = (now_ms - START_MS) // every_ms
             slots = ledger.slots(name)
             assert slots[0] == START_MS + every_ms
             assert all((slot - START_MS) % every_ms == 0 for slot in slots)
             assert len(slots) + timer.skipped == due, f"{name}: {due} were due"
-            assert timer.total_run_count == len(slots)
+            assert timer.runs == len(slots)
         for n, name in enumerate(ONCE):
             assert ledger.slots(name) == [START_MS + n * 1000]
         ledger.assert_doubles_are_recognizable()

@@ -5,15 +5,30 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
 import pytest
+import redis
 
 from celery_dtimer.errors import FencedError
 from celery_dtimer.model import UNASSIGNED, new_trigger_id
-from celery_dtimer.store import DueTimer, Heartbeat, Moved, Settlement, encode_name, scripts
+from celery_dtimer.store import (
+    DueTimer,
+    Heartbeat,
+    Link,
+    Message,
+    Moved,
+    Settlement,
+    Store,
+    UnlinkedError,
+    encode_name,
+    is_forbidden,
+    scripts,
+)
+from tests.conftest import delete_prefix
 from tests.integration.conftest import SECOND, START_MS, MakeService, Service
 from tests.waiting import wait_until
 
@@ -1653,6 +1668,297 @@ def test_commit_of_a_timer_that_another_owns_drops_it(service: Service, epoch: i
     service.set_field(due.id, "owner", "b")
     assert service.commit("a", epoch, service.ran(due)) == [0]
     assert service.store.owned_ids("a") == []
+
+
+# ------------------------------------------------------------------ linked, and commits that push
+
+
+class BrokerSide:
+    """The broker's database on the server of the timers, and the proof that it is there."""
+
+    def __init__(self, service: Service, database: int, prefix: str = "") -> None:
+        self.prefix = service.settings.key_prefix + prefix
+        self.link = Link(database, "link", "a proof", self.prefix)
+        port = service.redis.connection_pool.connection_kwargs["port"]
+        self.redis: redis.Redis = redis.Redis(port=port, db=database, decode_responses=True)
+        self.redis.set(f"{self.prefix}link", "a proof", ex=60)
+
+    def messages(self, name: str = "q") -> list[Any]:
+        """Return what a worker would take from a list, in its order."""
+        return list(reversed(self.redis.lrange(self.prefix + name, 0, -1)))  # type: ignore[arg-type, call-overload]
+
+    def close(self) -> None:
+        """Delete what the test has left."""
+        delete_prefix(self.redis, self.prefix)
+        self.redis.close()
+
+
+@pytest.fixture(params=[0, 9], ids=["same database", "another database"])
+def side(request: pytest.FixtureRequest, service: Service) -> Iterator[BrokerSide]:
+    """The broker's side, in the timers' database and in another of their server."""
+    side = BrokerSide(service, request.param)
+    yield side
+    side.close()
+
+
+def _pushing(settlement: Settlement, *pushes: tuple[str, str, Any]) -> Settlement:
+    targets = tuple((command, key) for command, key, _ in pushes)
+    return settlement.pushing(Message(targets, tuple(value for *_, value in pushes)))
+
+
+def _pushed(service: Service, due: DueTimer, text: Any = "m", key: str = "q") -> Settlement:
+    """Return the run of an interval timer with its message."""
+    return _pushing(service.ran(due), ("LPUSH", key, text))
+
+
+def _stored(service: Service) -> dict[str, Any]:
+    """Return all that is stored of the service."""
+    keys = service.redis.keys(f"{service.settings.key_prefix}*{{orders}}*")
+    return {key: service.redis.dump(key) for key in keys}  # type: ignore[union-attr]
+
+
+NO_PROOFS: dict[str, Callable[[BrokerSide], object]] = {
+    "gone": lambda side: side.redis.delete(f"{side.prefix}link"),
+    "another": lambda side: side.redis.set(f"{side.prefix}link", "another", ex=60),
+    "of another type": lambda side: (
+        side.redis.delete(f"{side.prefix}link"),
+        side.redis.lpush(f"{side.prefix}link", "a proof"),
+    ),
+    "in no database": lambda side: setattr(side, "link", side.link._replace(database=9999)),
+}
+NO_PROOF = pytest.mark.parametrize("loss", NO_PROOFS.values(), ids=NO_PROOFS.keys())
+
+
+def test_linked_when_the_brokers_database_holds_the_proof(
+    service: Service, side: BrokerSide
+) -> None:
+    assert service.store.is_linked(side.link)
+    before = _stored(service)
+    service.add()
+    assert _stored(service).keys() > before.keys(), "the timers' database is selected again"
+
+
+@NO_PROOF
+def test_linked_is_not_a_server_without_the_proof(
+    service: Service, side: BrokerSide, loss: Callable[[BrokerSide], object]
+) -> None:
+    loss(side)
+    assert not service.store.is_linked(side.link)
+
+
+def test_commit_pushes_each_message_and_advances_its_timer(
+    service: Service, epoch: int, side: BrokerSide
+) -> None:
+    timers = [service.add(name) for name in ("timer", "u", "v")]
+    service.clock.advance(10)
+    texts = ["first", "\x00 é 🎉 %s", "x" * (2 * 1024 * 1024)]
+    runs = [
+        _pushed(service, due, text)
+        for due, text in zip(service.due("a", epoch), texts, strict=True)
+    ]
+    answer = service.store.commit("a", epoch, 1, runs, limit=10, link=side.link)
+    assert (answer.codes, answer.errors) == ([1, 1, 1], [])
+    assert answer.turn is not None
+    assert side.messages() == texts
+    assert [service.state(each.id).runs for each in timers] == [1, 1, 1]
+    assert service.store.instances()[0].sent == 3
+
+
+def test_commit_pushes_to_lists_topics_and_gives_queues_their_time(
+    service: Service, epoch: int, due: DueTimer, side: BrokerSide
+) -> None:
+    with side.redis.pubsub(ignore_subscribe_messages=True) as pubsub:
+        pubsub.subscribe(f"{side.prefix}topic")
+        wait_until(lambda: side.redis.pubsub_numsub(f"{side.prefix}topic")[0][1], "the subscriber")
+        run = _pushing(
+            service.ran(due),
+            ("LPUSH", "q", "m"),
+            ("PEXPIRE", "q", 60_000),
+            ("LPUSH", "q\x06\x163", "n"),
+            ("PUBLISH", "topic", "event"),
+        )
+        assert service.store.commit("a", epoch, 1, [run], link=side.link).codes == [1]
+        heard = wait_until(lambda: pubsub.get_message(timeout=0.1), "the event")
+    assert heard["data"] == "event"
+    assert (side.messages(), side.messages("q\x06\x163")) == (["m"], ["n"])
+    assert 50_000 < side.redis.pttl(f"{side.prefix}q") <= 60_000  # type: ignore[operator]
+
+
+def test_commit_pushes_the_last_run_of_a_one_shot_and_a_trigger(
+    service: Service, epoch: int, side: BrokerSide
+) -> None:
+    service.store.delete(service.store.timer_ids())
+    once = service.add(at_ms=START_MS)
+    trigger = service.trigger(once)
+    service.clock.advance(1)
+    runs = [
+        _pushing(Settlement(due, "run", summary="{}"), ("LPUSH", "q", due.id))
+        for due in service.due("a", epoch)
+    ]
+    assert service.store.commit("a", epoch, 1, runs, link=side.link).codes == [1, 1]
+    assert sorted(side.messages()) == sorted([once.id, trigger])
+    assert service.state(once.id).is_finished
+    assert not service.exists(trigger)
+
+
+@NO_PROOF
+def test_commit_without_the_proof_writes_nothing(
+    service: Service,
+    epoch: int,
+    due: DueTimer,
+    side: BrokerSide,
+    loss: Callable[[BrokerSide], object],
+) -> None:
+    loss(side)
+    before = _stored(service)
+    published = service.ran(due)
+    with pytest.raises(UnlinkedError):
+        service.store.commit(
+            "a", epoch, 1, [published, _pushed(service, due)], limit=5, link=side.link
+        )
+    assert _stored(service) == before
+    assert side.messages() == []
+
+
+@pytest.mark.parametrize(("change", "code"), REFUSALS.items())
+def test_commit_of_a_timer_that_is_not_as_it_was_read_pushes_nothing(
+    service: Service, due: DueTimer, side: BrokerSide, change: str, code: int
+) -> None:
+    _change(service, due, change)
+    before = None if change == "deleted" else service.state(due.id)
+    run = _pushed(service, due)
+    answer = service.store.commit("a", service.epoch("a"), 9, [run], link=side.link)
+    assert (answer.codes, answer.errors) == ([code], [])
+    assert side.messages() == []
+    assert before is None or service.state(due.id) == before, "there is no last_sent either"
+
+
+def test_commit_pushes_not_what_has_been_published_meanwhile(
+    service: Service, epoch: int, due: DueTimer, side: BrokerSide
+) -> None:
+    service.set_field(due.id, "last_sent", due.due)
+    before = service.state(due.id)
+    run = _pushed(service, due)
+    assert service.store.commit("a", epoch, 9, [run], link=side.link).codes == [-2]
+    assert (side.messages(), service.state(due.id)) == ([], before)
+    assert service.commit("a", epoch, service.ran(service.due_one("a", epoch))) == [1]
+
+
+def test_commit_that_is_fenced_pushes_nothing(
+    service: Service, epoch: int, due: DueTimer, side: BrokerSide
+) -> None:
+    before = service.state(due.id)
+    service.join("a")
+    with pytest.raises(FencedError):
+        service.store.commit("a", epoch, 1, [_pushed(service, due)], link=side.link)
+    assert (side.messages(), service.state(due.id)) == ([], before)
+
+
+@pytest.mark.parametrize("loss", [lambda side: None, NO_PROOFS["gone"]], ids=["linked", "unlinked"])
+def test_commit_with_the_number_of_the_last_one_pushes_nothing_again(
+    service: Service,
+    epoch: int,
+    due: DueTimer,
+    side: BrokerSide,
+    loss: Callable[[BrokerSide], object],
+) -> None:
+    service.add("other", at_ms=START_MS)
+    side.redis.set(f"{side.prefix}spoilt", "no list")
+    first, second = service.due("a", epoch)
+    runs = [_pushed(service, first, key="spoilt"), _pushed(service, second)]
+    answer = service.store.commit("a", epoch, 1, runs, link=side.link)
+    assert answer.codes == [-5, 1]
+    loss(side)
+    again = service.store.commit("a", epoch, 1, runs, limit=5, link=side.link)
+    assert (again.codes, again.errors) == (answer.codes, answer.errors)
+    assert again.turn is not None
+    assert [timer.id for timer in again.turn.timers] == [first.id]
+    assert side.messages() == ["m"]
+
+
+PUSHES = {
+    "its only list": [("LPUSH", "spoilt", "m")],
+    "its first list": [("LPUSH", "spoilt", "m"), ("LPUSH", "q", "m"), ("PUBLISH", "topic", "m")],
+    "its last list": [("LPUSH", "q", "m"), ("PEXPIRE", "q", 9), ("LPUSH", "spoilt", "m")],
+}
+
+
+@pytest.mark.parametrize("pushes", PUSHES.values(), ids=PUSHES.keys())
+def test_commit_whose_push_is_refused_leaves_its_timer_and_pushes_the_others(
+    service: Service, epoch: int, side: BrokerSide, pushes: list[tuple[str, str, Any]]
+) -> None:
+    service.add("before", every=5)
+    after = service.add("other")
+    service.clock.advance(10)
+    side.redis.set(f"{side.prefix}spoilt", "no list")
+    read = service.due("a", epoch)
+    spoilt = next(due for due in read if due.id not in (service.define("before").id, after.id))
+    state = service.state(spoilt.id)
+    runs = [
+        _pushing(service.ran(due), *pushes)
+        if due is spoilt
+        else _pushed(service, due, due.id, "good")
+        for due in read
+    ]
+    answer = service.store.commit("a", epoch, 1, runs, link=side.link)
+    assert answer.codes == [-5 if due is spoilt else 1 for due in read]
+    (error,) = answer.errors
+    assert error.startswith("WRONGTYPE")
+    assert service.state(spoilt.id) == state
+    assert side.messages() == []
+    assert side.messages("good") == [due.id for due in read if due is not spoilt]
+
+
+LIMITED = {
+    "no LPUSH": (["-lpush"], "~*"),
+    "no TYPE": (["-type"], "~*"),
+    "no PEXPIRE": (["-pexpire"], "~*"),
+    "no PUBLISH": (["-publish"], "~*"),
+    "not this key": ([], "~*{orders}* ~*link"),
+}
+
+
+@pytest.mark.parametrize(("commands", "keys"), LIMITED.values(), ids=LIMITED.keys())
+def test_commit_by_a_user_who_may_not_push_pushes_no_part_and_says_so(
+    service: Service, epoch: int, due: DueTimer, commands: list[str], keys: str
+) -> None:
+    server = service.redis
+    if int(str(server.info("server")["redis_version"]).split(".")[0]) < 7:  # type: ignore[index]
+        pytest.skip("this server does not tell what its user may do")
+    side, user = BrokerSide(service, 0), f"u{service.settings.key_prefix[:-1]}"
+    rules = ["on", ">secret", *keys.split(), "&*", "+@all", *commands]
+    server.execute_command("ACL", "SETUSER", user, *rules)
+    port = server.connection_pool.connection_kwargs["port"]
+    limited = replace(service.settings, redis_url=f"redis://{user}:secret@127.0.0.1:{port}/0")
+    store = Store(limited, clock=service.clock)
+    before = service.state(due.id)
+    run = _pushing(
+        service.ran(due),
+        ("LPUSH", "q", "m"),
+        ("PEXPIRE", "q", 60_000),
+        ("PUBLISH", f"{side.prefix}topic", "m"),
+    )
+    try:
+        answer = store.commit("a", epoch, 1, [run], link=side.link)
+    finally:
+        store.close()
+        server.execute_command("ACL", "DELUSER", user)
+    assert answer.codes == [-5]
+    assert is_forbidden(answer.errors[0])
+    assert (side.messages(), service.state(due.id)) == ([], before)
+    side.close()
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_commit_notes_what_it_reads_as_in_flight_when_that_is_published_first(
+    service: Service, epoch: int, due: DueTimer, side: BrokerSide, linked: bool
+) -> None:
+    service.store.due("a", epoch, 5, marks=True)
+    assert service.redis.hget(service.keys("instance", "a"), "in_flight") == due.id
+    link = side.link if linked else None
+    service.store.commit("a", epoch, 1, [], limit=5, link=link)
+    noted = service.redis.hget(service.keys("instance", "a"), "in_flight")
+    assert noted == (None if linked else due.id)
 
 
 # ------------------------------------------------------------------ wake-ups
