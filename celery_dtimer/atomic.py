@@ -115,9 +115,10 @@ class Atomic:
     def _check(self) -> None:
         self._link, self._check_at, self._is_known = None, 0.0, False
         self._never = self._never or obstacle(self._app)
-        self._on_broker(self._publisher.connect() is None)
+        down = self._publisher.connect()
+        self._on_broker(down is None)
         try:
-            reason = self._never or self._connect()
+            reason = self._never or self._connect(down)
         except BrokerDownError as exc:
             logger.debug("Whether dispatch can be atomic is not known yet: %s", exc)
             return
@@ -128,11 +129,13 @@ class Atomic:
         self._is_known = True
         self._report(CONFIRMED if reason else ATOMIC, reason or "the broker holds the timers too")
 
-    def _connect(self) -> str | None:
+    def _connect(self, down: BrokerDownError | None) -> str | None:
         """Make a new link; return why there is none."""
+        if down is not None:
+            raise down
         proof = secrets.token_hex(16)
         try:
-            database, prefix = self._publisher.write(self._key, proof, _TTL)
+            database, prefix = self._write(proof)
         except RefusedError as exc:
             return f"the broker's user may not write the key that proves it: {exc}"
         link = Link(database, self._key, proof, prefix)
@@ -141,6 +144,12 @@ class Atomic:
             return "the broker is not on the server that holds the timers"
         self._link = link
         return None
+
+    def _write(self, proof: str) -> tuple[int, str]:
+        try:
+            return self._publisher.write(self._key, proof, _TTL)
+        except BrokerDownError:  # it was connected: that connection may be an old one
+            return self._publisher.write(self._key, proof, _TTL)
 
     def _report(self, mode: str, reason: str) -> None:
         if mode != self._mode:

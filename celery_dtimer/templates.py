@@ -12,9 +12,10 @@ second message of Celery's own before it is used.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from celery import Celery
 from celery.utils.saferepr import saferepr
 from kombu.compression import compress
 from kombu.serialization import dumps as serialize
-from kombu.utils.json import dumps
 
 from celery_dtimer.model import Definition, Run, to_datetime, uuid_text
 
@@ -50,18 +50,37 @@ class Content(NamedTuple):
         payload: Any = serialize((args, kwargs, self.embed), serializer=self.serializer)[2]
         if self.compression:
             payload = compress(payload, self.compression)[0]
-        amqp, levels = self.app.amqp, self.app.conf.get("task_repr_maxlevels")
-        limits = {} if levels is None else {"maxlevels": levels}
-        texts = {
-            "argsrepr": saferepr(args, amqp.argsrepr_maxsize, **limits),
-            "kwargsrepr": saferepr(kwargs, amqp.kwargsrepr_maxsize, **limits),
-        }
-        texts.update((name, self.options[name]) for name in texts if self.options.get(name))
-        return (
-            f'"body": {dumps(self.encode(payload)[0])}',
-            *(f'"{name}": {dumps(text)}' for name, text in texts.items()),
-            f'"dtimer": {{"id": {dumps(timer_id)}, "name": {dumps(definition.name)}, ',
+        amqp, given = self.app.amqp, self.options.get
+        argsrepr = given("argsrepr") or self._shown(args, args, amqp.argsrepr_maxsize)
+        kwargsrepr = given("kwargsrepr") or self._shown(
+            kwargs, (*kwargs, *kwargs.values()), amqp.kwargsrepr_maxsize
         )
+        return (
+            f'"body": {json.dumps(self.encode(payload)[0])}',
+            f'"argsrepr": {json.dumps(argsrepr)}',
+            f'"kwargsrepr": {json.dumps(kwargsrepr)}',
+            f'"dtimer": {{"id": "{timer_id}", "name": {json.dumps(definition.name)}, ',
+        )
+
+    def _shown(self, arguments: Any, parts: Iterable[Any], limit: int) -> str:
+        """Return the text of arguments that Celery puts into the headers.
+
+        That of short plain values is their own; Celery's way takes many times as long.
+        """
+        if all(type(part) in _PLAIN or _is_plain_text(part) for part in parts):
+            text = repr(arguments)
+            if len(text) < limit // 4:
+                return text
+        levels = self.app.conf.get("task_repr_maxlevels")
+        return str(saferepr(arguments, limit, **({} if levels is None else {"maxlevels": levels})))
+
+
+_PLAIN = frozenset((int, float, bool, type(None)))
+_NO_PLAIN_TEXT = re.compile(r"[^ -~]|[\\\"']").search
+
+
+def _is_plain_text(value: Any) -> bool:
+    return type(value) is str and _NO_PLAIN_TEXT(value) is None
 
 
 class Template:
@@ -85,9 +104,13 @@ class Pattern:
     def __init__(self, content: Content, pieces: list[str]) -> None:
         """Take the pieces of a message, of which every second one is a mark."""
         self._content = content
+        parts = [_MARKS.index(mark) for mark in pieces[1::2]]
+        self._holes: Any = itemgetter(*(part for part in parts if part < _OF_THE_RUN))
         self._pieces = [piece.replace("%", "%%") for piece in pieces]
-        holes = [_MARKS.index(mark) for mark in pieces[1::2]]
-        self._holes: Any = itemgetter(*(hole for hole in holes if hole < _OF_THE_RUN))
+        self._places = [(2 * i + 1, part - _OF_THE_RUN) for i, part in enumerate(parts)]
+        for place, part in self._places:
+            if part < 0:
+                self._pieces[place] = "%s"
 
     def fill(self, timer_id: str, definition: Definition) -> Template:
         """Return a timer's template.
@@ -96,10 +119,11 @@ class Pattern:
             Exception: its arguments can not be serialized.
         """
         parts = self._content.parts(timer_id, definition)
-        values = dict(zip(_MARKS[_OF_THE_RUN:], parts, strict=True))
-        filled = {mark: value.replace("%", "%%") for mark, value in values.items()}
-        filled.update(dict.fromkeys(_MARKS[:_OF_THE_RUN], "%s"))
-        return Template("".join(filled.get(each, each) for each in self._pieces), self._holes)
+        pieces = self._pieces[:]
+        for place, part in self._places:
+            if part >= 0:
+                pieces[place] = parts[part].replace("%", "%%")
+        return Template("".join(pieces), self._holes)
 
 
 def cut(message: str, run: Run, content: Content) -> Pattern | None:

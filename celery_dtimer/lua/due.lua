@@ -8,4 +8,4 @@
 if not holds_epoch(ARGV[2], ARGV[3]) then
   return FENCED
 end
-return read_due(ARGV[2], tonumber(ARGV[4]), ARGV[5] == '1')
+return read_due(ARGV[2], tonumber(ARGV[4]), ARGV[5] == '1', true)

@@ -306,12 +306,13 @@ end
 
 -- Read up to `limit` due timers of an instance; answers a list of texts with blanks in between:
 --   now, microseconds since, last heartbeat of the instance, 1 when more may be due, else 0 and
---   the time of the next timer after these or -1, time of the first timer of any other instance when nothing is due here or -1
+--   the time of the next timer after these or -1, time of the first timer of any other instance or -1,
+--   which is looked up when asked for and nothing is due here
 --   then one per timer: id, status, revision, created, due, runs, last_sent, attempts, parent
 -- A timer whose hash is gone, or is something else, has no status. One whose hash names another owner was edited by hand: it is dropped here, so that it is not sent twice.
 -- When more is due than the limit takes, a quarter of the places goes to what came due last: a backlog does not hold up
 -- the timers that are on time.
-local function read_due(id, limit, marks)
+local function read_due(id, limit, marks, looks_elsewhere)
   local own, now = key('instance_timers', id), whole(NOW)
   local ids = redis.call('ZRANGEBYSCORE', own, '-inf', now, 'LIMIT', 0, limit)
   local following, full = -1, #ids == limit
@@ -342,7 +343,7 @@ local function read_due(id, limit, marks)
   else
     redis.call('HDEL', key('instance', id), 'in_flight')
   end
-  local elsewhere = #ids == 0 and most_lagging(id) or -1
+  local elsewhere = looks_elsewhere and #ids == 0 and most_lagging(id) or -1
   lines[1] = string.format('%.0f %.0f %s %d %.0f %.0f', NOW, MICROS, redis.call('ZSCORE', INSTANCES, id), full and 1 or 0,
     following, elsewhere)
   return lines
