@@ -10,6 +10,7 @@
 local PREFIX, TAG = string.match(KEYS[1], '^(.-)meta:({[^}]*})$')
 local UNASSIGNED = 'unassigned'
 local FENCED, BUSY, UNLINKED = -1, -2, -3
+local LAST_MS = 253402300799999 -- the last moment that can be shown, in the year 9999
 
 local function key(what, id)
   if id then
@@ -159,17 +160,17 @@ local function set_aside(id, owner, status, reason)
   redis.call('ZADD', INACTIVE, '+inf', id)
 end
 
--- Remove all that is stored of a timer.
+-- Remove all that is stored of a timer. A set that was edited into something else must not stop a script half way.
 local function erase(id)
   local row = fields(key('timer', id), 'owner', 'parent', 'source')
   unschedule(id, row[1])
   redis.call('ZREM', INACTIVE, id)
   redis.call('DEL', key('timer', id), key('timer_definition', id))
   if row[2] then
-    redis.call('SREM', key('triggers', row[2]), id)
+    redis.pcall('SREM', key('triggers', row[2]), id)
   end
   if row[3] and row[3] ~= '' then
-    redis.call('SREM', key('static_timers', row[3]), id)
+    redis.pcall('SREM', key('static_timers', row[3]), id)
   end
 end
 
@@ -309,7 +310,9 @@ end
 --   the time of the next timer after these or -1, time of the first timer of any other instance or -1,
 --   which is looked up when asked for and nothing is due here
 --   then one per timer: id, status, revision, created, due, runs, last_sent, attempts, parent
--- A timer whose hash is gone, or is something else, has no status. One whose hash names another owner was edited by hand: it is dropped here, so that it is not sent twice.
+-- A timer whose hash is gone, or is something else, has no status. One whose hash names another owner was edited by hand:
+-- it is dropped here, so that it is not sent twice. One that is not due yet by its hash gets its score anew: nothing is
+-- early.
 -- When more is due than the limit takes, a quarter of the places goes to what came due last: a backlog does not hold up
 -- the timers that are on time.
 local function read_due(id, limit, marks, looks_elsewhere)
@@ -329,8 +332,12 @@ local function read_due(id, limit, marks, looks_elsewhere)
   for _, timer in ipairs(ids) do
     local row = fields(key('timer', timer), 'status', 'revision', 'created', 'due', 'runs', 'last_sent', 'attempts',
       'parent', 'owner')
+    local due = tonumber(row[4])
     if row[1] == 'active' and row[9] ~= id then
       redis.call('ZREM', own, timer)
+    elseif row[1] == 'active' and due and due > NOW and due <= LAST_MS then
+      redis.call('ZADD', QUEUE, whole(due), timer)
+      redis.call('ZADD', own, whole(due), timer)
     else
       for i = 1, 8 do
         row[i] = row[i] or ''

@@ -26,7 +26,7 @@ from tests.benchmarks.report import Result, document, goals, rows, table
 from tests.benchmarks.scenarios import SCENARIOS
 from tests.benchmarks.scenarios.scenario import Size
 
-QUICK = {"rounds": 1, "timers": 1_000, "seconds": 2.0, "lag_interval": 2, "tries": 20}
+QUICK = {"rounds": 1, "timers": 2_500, "seconds": 2.0, "lag_interval": 2, "tries": 20}
 FULL = {"rounds": 3, "timers": 10_000, "seconds": 10.0, "lag_interval": 10, "tries": 100}
 
 

@@ -529,7 +529,7 @@ def test_a_timer_created_anew_between_publish_and_commit_runs_in_its_own_right(
 # ------------------------------------------------------------------ Redis
 
 
-def _losing(monkeypatch: pytest.MonkeyPatch, name: str, losses: list[str]) -> None:
+def losing(monkeypatch: pytest.MonkeyPatch, name: str, losses: list[str]) -> None:
     """Lose the next calls of a store's method: the request, or the reply."""
     method = getattr(Store, name)
 
@@ -553,7 +553,7 @@ def test_a_lost_commit_is_repeated_and_settles_once(
 ) -> None:
     timer = beat.service.add()
     beat.service.clock.advance(10)
-    _losing(monkeypatch, "commit", losses)
+    losing(monkeypatch, "commit", losses)
     for _ in range(3):
         try:
             beat.step()
@@ -570,7 +570,7 @@ def test_a_commit_lost_until_the_registration_was_another_doubles_nothing(
 ) -> None:
     timer = beat.service.add()
     beat.service.clock.advance(10)
-    _losing(monkeypatch, "commit", ["reply"] * 2)
+    losing(monkeypatch, "commit", ["reply"] * 2)
     with pytest.raises(StoreUnavailableError):
         beat.step()
     beat.register()
@@ -587,7 +587,7 @@ def test_an_outage_before_sending_sends_nothing(
 ) -> None:
     beat.service.add()
     beat.service.clock.advance(10)
-    _losing(monkeypatch, name, ["reply"])
+    losing(monkeypatch, name, ["reply"])
     with pytest.raises(StoreUnavailableError):
         beat.step()
     assert broker.sent == []

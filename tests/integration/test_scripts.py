@@ -1303,6 +1303,28 @@ def test_due_answers_at_most_its_limit(service: Service) -> None:
     assert (turn.more, turn.next_ms) == (True, None)
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (11, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (10, [0, 1, 2, 3, 4, 5, 6, 7, 9, 8]),
+        (9, [0, 1, 2, 3, 4, 5, 6, 9, 8]),
+        (8, [0, 1, 2, 3, 4, 5, 9, 8]),
+        (4, [0, 1, 2, 9]),
+        (3, [0, 1, 2]),
+        (1, [0]),
+    ],
+)
+def test_due_gives_a_quarter_of_a_full_read_to_what_came_due_last(
+    service: Service, limit: int, expected: list[int]
+) -> None:
+    epoch = service.join()
+    timers = service.add_many(10)
+    service.clock.advance(20)
+    read = [timer.id for timer in service.due("a", epoch, limit)]
+    assert read == [timers[place].id for place in expected]
+
+
 def test_due_of_nothing_has_no_next(service: Service) -> None:
     turn = service.store.due("a", service.join(), 10)
     assert (turn.timers, turn.next_ms) == ([], None)
@@ -1311,6 +1333,18 @@ def test_due_of_nothing_has_no_next(service: Service) -> None:
 def test_due_is_never_early(service: Service) -> None:
     epoch = service.join()
     service.add()
+    service.clock.advance(9.999)
+    assert service.due("a", epoch) == []
+    service.clock.advance(0.001)
+    assert len(service.due("a", epoch)) == 1
+
+
+def test_due_of_a_score_edited_by_hand_is_never_early(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    for key in (service.keys("timer_queue"), service.keys("instance_timers", "a")):
+        service.redis.zadd(key, {timer.id: START_MS})
+    assert service.due("a", epoch) == []
     service.clock.advance(9.999)
     assert service.due("a", epoch) == []
     service.clock.advance(0.001)
@@ -1670,6 +1704,22 @@ def test_commit_of_a_timer_that_another_owns_drops_it(service: Service, epoch: i
     assert service.store.owned_ids("a") == []
 
 
+def test_commit_over_a_set_edited_by_hand_settles_all(service: Service, epoch: int) -> None:
+    """An error half way would leave timers advanced, and still in the queue as due."""
+    parent = service.add("parent", every=1000)
+    trigger = service.trigger(parent)
+    service.add("first", at_ms=START_MS + 5000)
+    edited = service.keys("triggers", parent.id)
+    service.redis.delete(edited)
+    service.redis.set(edited, "no set")
+    read = service.due("a", epoch)
+    runs = [Settlement(due, "run") if due.id == trigger else service.ran(due) for due in read]
+    assert service.commit("a", epoch, *runs) == [1] * 3
+    assert not service.exists(trigger)
+    assert service.due("a", epoch) == []
+    service.is_damaged = True
+
+
 # ------------------------------------------------------------------ linked, and commits that push
 
 
@@ -1680,12 +1730,12 @@ class BrokerSide:
         self.prefix = service.settings.key_prefix + prefix
         self.link = Link(database, "link", "a proof", self.prefix)
         port = service.redis.connection_pool.connection_kwargs["port"]
-        self.redis: redis.Redis = redis.Redis(port=port, db=database, decode_responses=True)
+        self.redis: Any = redis.Redis(port=port, db=database, decode_responses=True)
         self.redis.set(f"{self.prefix}link", "a proof", ex=60)
 
     def messages(self, name: str = "q") -> list[Any]:
         """Return what a worker would take from a list, in its order."""
-        return list(reversed(self.redis.lrange(self.prefix + name, 0, -1)))  # type: ignore[arg-type, call-overload]
+        return list(reversed(self.redis.lrange(self.prefix + name, 0, -1)))
 
     def close(self) -> None:
         """Delete what the test has left."""
@@ -1714,7 +1764,7 @@ def _pushed(service: Service, due: DueTimer, text: Any = "m", key: str = "q") ->
 def _stored(service: Service) -> dict[str, Any]:
     """Return all that is stored of the service."""
     keys = service.redis.keys(f"{service.settings.key_prefix}*{{orders}}*")
-    return {key: service.redis.dump(key) for key in keys}  # type: ignore[union-attr]
+    return {key: service.redis.dump(key) for key in keys}
 
 
 NO_PROOFS: dict[str, Callable[[BrokerSide], object]] = {
@@ -1781,7 +1831,7 @@ def test_commit_pushes_to_lists_topics_and_gives_queues_their_time(
         heard = wait_until(lambda: pubsub.get_message(timeout=0.1), "the event")
     assert heard["data"] == "event"
     assert (side.messages(), side.messages("q\x06\x163")) == (["m"], ["n"])
-    assert 50_000 < side.redis.pttl(f"{side.prefix}q") <= 60_000  # type: ignore[operator]
+    assert 50_000 < side.redis.pttl(f"{side.prefix}q") <= 60_000
 
 
 def test_commit_pushes_the_last_run_of_a_one_shot_and_a_trigger(
@@ -1922,8 +1972,8 @@ LIMITED = {
 def test_commit_by_a_user_who_may_not_push_pushes_no_part_and_says_so(
     service: Service, epoch: int, due: DueTimer, commands: list[str], keys: str
 ) -> None:
-    server = service.redis
-    if int(str(server.info("server")["redis_version"]).split(".")[0]) < 7:  # type: ignore[index]
+    server: Any = service.redis
+    if int(server.info("server")["redis_version"].split(".")[0]) < 7:
         pytest.skip("this server does not tell what its user may do")
     side, user = BrokerSide(service, 0), f"u{service.settings.key_prefix[:-1]}"
     rules = ["on", ">secret", *keys.split(), "&*", "+@all", *commands]

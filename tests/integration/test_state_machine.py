@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +24,17 @@ from hypothesis.stateful import (
 from celery_dtimer import consistency, policy
 from celery_dtimer.errors import FencedError
 from celery_dtimer.model import Definition, TimerState, new_trigger_id, schedule_part
-from celery_dtimer.store import BATCH, DueTimer, Settlement
+from celery_dtimer.store import (
+    BATCH,
+    PUSH_REFUSED,
+    Committed,
+    DueTimer,
+    Link,
+    Message,
+    Settlement,
+    Turn,
+    UnlinkedError,
+)
 from tests.conftest import delete_prefix
 from tests.integration.conftest import SECOND, Service
 from tests.servers import RedisServer
@@ -202,6 +213,30 @@ class Histories(RuleBasedStateMachine):
             surplus = sum(max(0, load - after[id]) for id, load in before.items())
             assert moved.count == surplus, "no timer moves twice, or in vain"
 
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), lag_ms=st.sampled_from([0, 2000]), limit=st.sampled_from([1, BATCH]))
+    def steal(self, i: int, lag_ms: int, limit: int) -> None:
+        process = self._process(i)
+        self._as(process, lambda epoch: self.store.steal(process.id, epoch, lag_ms, limit))
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), broker=st.sampled_from(["up", "up", "down"]))
+    def report(self, i: int, broker: str) -> None:
+        process = self._process(i)
+        fields = {"broker": broker}
+        self._as(process, lambda epoch: self.store.report(process.id, epoch, fields))
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), limit=st.sampled_from([1, BATCH]))
+    def give_up(self, i: int, limit: int) -> None:
+        process = self._process(i)
+        self._give_up(process, limit)
+
+    def _give_up(self, process: Process, limit: int) -> None:
+        if not process.sent:  # its broker is down: nothing of it is on the way
+            process.read = []
+            self._as(process, lambda epoch: self.store.give_up(process.id, epoch, limit))
+
     def _as(self, process: Process, call: Callable[[int], object]) -> object:
         if process.epoch is None:
             return None
@@ -238,11 +273,17 @@ class Histories(RuleBasedStateMachine):
     def _read(self, process: Process, limit: int = 100) -> list[DueTimer]:
         if process.unsettled or not process.trusts(self.clock()):
             return []
-        turn = self._as(process, lambda epoch: self.store.due(process.id, epoch, limit))
-        process.read = [] if turn is None else turn.timers  # type: ignore[attr-defined]
-        process.read_at_ms, process.loop_epoch = self.clock(), process.epoch
-        process.read_after = self.commits
+        turn = self._as(process, lambda epoch: self._due(process, epoch, limit))
+        process.loop_epoch = process.epoch
+        self._has_read(process, [] if turn is None else turn.timers)  # type: ignore[attr-defined]
         return process.read
+
+    def _due(self, process: Process, epoch: int, limit: int) -> Turn:
+        return self.store.due(process.id, epoch, limit, marks=True)
+
+    def _has_read(self, process: Process, timers: list[DueTimer]) -> None:
+        process.read, process.read_at_ms = timers, self.clock()
+        process.read_after = self.commits
 
     @precondition(lambda self: self.processes)
     @rule(
@@ -296,14 +337,14 @@ class Histories(RuleBasedStateMachine):
     def _commit(self, process: Process, *, reply_is_lost: bool = False) -> None:
         if process.loop_epoch is None or not process.unsettled:
             return
-        epoch, codes = process.loop_epoch, []
+        epoch, committed = process.loop_epoch, Committed([], [], None)
         try:
-            codes = self.store.commit(process.id, epoch, process.sequence, process.unsettled).codes
+            committed = self._settle(process, epoch, 0 if process.read else 3)
         except FencedError:
             reply_is_lost = False
             if process.epoch == epoch:
                 process.epoch = None
-        for settlement, code in zip(process.unsettled, codes, strict=False):
+        for settlement, code in zip(process.unsettled, committed.codes, strict=False):
             if settlement.timer.parent and settlement.done == "broken" and code == 1:
                 self.set_aside.add(settlement.timer.id)
         self.commits += 1
@@ -316,6 +357,12 @@ class Histories(RuleBasedStateMachine):
         else:
             process.sequence += 1
             process.unsettled, process.sent = [], []
+            if committed.turn is not None:
+                self._has_read(process, committed.turn.timers)
+
+    def _settle(self, process: Process, epoch: int, limit: int) -> Committed:
+        number, unsettled = process.sequence, process.unsettled
+        return self.store.commit(process.id, epoch, number, unsettled, limit=limit)
 
     @precondition(lambda self: self.processes)
     @rule(i=st.integers(0, 3), outcome=OUTCOMES)
@@ -503,11 +550,91 @@ class Histories(RuleBasedStateMachine):
             self.last_runs[state.id, state.created_ms] = last
 
 
+class AtomicHistories(Histories):
+    """Histories whose messages are pushed by the commits: what lies in the queue is the truth."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.prefix = service.settings.key_prefix
+        self.link = Link(0, "link", "a proof", self.prefix)
+        self.is_spoilt = False
+        service.redis.set(f"{self.prefix}link", "a proof")
+        service.redis.set(f"{self.prefix}spoilt", "no list")
+
+    def teardown(self) -> None:
+        """Whatever has happened, the proof and the queue are as they should be by then."""
+        self.is_spoilt = False
+        super().teardown()
+
+    @rule(is_spoilt=st.booleans())
+    def queue_is_spoilt(self, is_spoilt: bool) -> None:
+        """Redis refuses what goes to the queue, until it is mended."""
+        self.is_spoilt = is_spoilt
+
+    @precondition(lambda self: self.processes)
+    @rule(i=st.integers(0, 3), reply_is_lost=st.booleans())
+    def commit_without_proof(self, i: int, reply_is_lost: bool) -> None:
+        self.service.redis.set(f"{self.prefix}link", "another server's")
+        before = len(self.published)
+        self._commit(self._process(i), reply_is_lost=reply_is_lost)
+        assert len(self.published) == before
+        self.service.redis.set(f"{self.prefix}link", "a proof")
+
+    def _give_up(self, process: Process, limit: int) -> None:
+        self._as(process, lambda epoch: self.store.give_up(process.id, epoch, limit))
+
+    def _due(self, process: Process, epoch: int, limit: int) -> Turn:
+        return self.store.due(process.id, epoch, limit)
+
+    def _send(self, process: Process, timer: DueTimer) -> None:
+        assert timer.due_ms <= self.clock(), "sent early"
+
+    def _ran(self, process: Process, timer: DueTimer) -> Settlement:
+        assert not timer.is_sent
+        run = json.dumps([timer.id, timer.created, timer.due])
+        queue = "spoilt" if self.is_spoilt else "queue"
+        message = Message((("LPUSH", "events"), ("LPUSH", queue)), (run, run))
+        return super()._ran(process, timer).pushing(message)
+
+    def _settle(self, process: Process, epoch: int, limit: int) -> Committed:
+        number, unsettled = process.sequence, process.unsettled
+        try:
+            committed = self.store.commit(
+                process.id, epoch, number, unsettled, limit=limit, link=self.link
+            )
+        except UnlinkedError:
+            process.unsettled = []
+            return Committed([], [], None)
+        finally:
+            self._take(process)
+        assert len(committed.errors) == committed.codes.count(PUSH_REFUSED)
+        return committed
+
+    def _take(self, process: Process) -> None:
+        """Enter what has been pushed, as a worker that has all the time."""
+        for run in self._taken("queue"):
+            assert run not in self.published, f"{run} is enqueued again"
+            self.published[run].append(Publication(process, self.commits + 1))
+            self.slots[run[0], run[1]].add(int(run[2]))
+
+    def _taken(self, queue: str) -> list[RunKey]:
+        texts: list[str] = self.service.redis.rpop(f"{self.prefix}{queue}", 1000) or []  # type: ignore[assignment]
+        return [tuple(json.loads(text)) for text in texts]
+
+    @invariant()
+    def a_run_is_counted_when_it_is_enqueued(self) -> None:
+        for state in self._states():
+            assert state.last_sent_ms is None
+            assert state.runs == len(self.slots[state.id, str(state.created_ms)])
+        assert set(self._taken("events")) <= self.published.keys(), "pushed in part"
+
+
 @pytest.mark.timeout(300)
-def test_random_histories(redis_server: RedisServer, prefix: str) -> None:
+@pytest.mark.parametrize("kind", [Histories, AtomicHistories])
+def test_random_histories(redis_server: RedisServer, prefix: str, kind: type[Histories]) -> None:
     machines: list[Service] = []
 
-    class OwnKeys(Histories):
+    class OwnKeys(kind):  # type: ignore[misc, valid-type]
         """Histories whose keys are their own."""
 
         def __init__(self) -> None:
