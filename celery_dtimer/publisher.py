@@ -45,7 +45,7 @@ from celery_dtimer.errors import DistributedTimerError
 from celery_dtimer.faults import point
 from celery_dtimer.model import Definition, Run
 from celery_dtimer.store import Message, Target, is_passing
-from celery_dtimer.templates import Content, Pattern, Template, cut, delivery_tag, new_tag
+from celery_dtimer.templates import Content, Pattern, Template, cut, delivery_tag, new_tags
 
 logger = logging.getLogger(__name__)
 
@@ -135,14 +135,14 @@ class Publisher:
         self._app.set_current()  # result backends and canvas look for it in this thread
         uses_templates = self._uses_templates()
         built: list[Message | Failure] = []
-        for run in runs:
+        for run, tag in zip(runs, new_tags(len(runs)), strict=True):
             point("in_the_batch")
-            built.append((uses_templates and self._rendered(run)) or self._built(run))
+            built.append((uses_templates and self._rendered(run, tag)) or self._built(run))
             if isinstance(built[-1], BrokerDownError):
                 break
         return built
 
-    def _rendered(self, run: Run) -> Message | None:
+    def _rendered(self, run: Run, tag: str) -> Message | None:
         """Return a run's message from its timer's template, None when it has none."""
         found = self._templates.get(run.definition)
         if found is None:
@@ -152,7 +152,7 @@ class Publisher:
                 return None
             found = self._templates[run.definition] = (kind.targets, template)
         targets, template = found
-        return Message(targets, (template.render(run, new_tag()),))
+        return Message(targets, (template.render(run, tag),))
 
     def close(self) -> None:
         """End the connection; the next run opens a new one."""
@@ -264,7 +264,7 @@ class Publisher:
                 failure = exc
                 self._drop()
             except _UserCodeError as exc:
-                return _refused(exc)
+                return RefusedError(str(exc)[:_LONGEST_REASON])
             except Exception as exc:
                 return _unsendable(exc)
             else:
@@ -328,7 +328,7 @@ class Publisher:
             except RefusedError as exc:
                 return exc
             except _UserCodeError as exc:
-                return _refused(exc)
+                return RefusedError(str(exc)[:_LONGEST_REASON])
             except Exception as exc:
                 return _unsendable(exc)
             else:
@@ -391,7 +391,7 @@ class Publisher:
         except self._failures as exc:
             logger.debug("The channel ended while messages were in flight: %s", exc)
         except _UserCodeError as exc:
-            flight.outcome = _refused(exc)
+            flight.outcome = RefusedError(str(exc)[:_LONGEST_REASON])
         except Exception as exc:
             flight.outcome = _unsendable(exc)
         flight.receipt = confirms.mark()
@@ -550,6 +550,7 @@ def _message(commands: Sequence[Command], published: Published | None, run: Run)
 # ------------------------------------------------------------------ what is sent for a definition
 
 _MOST_KINDS = 10_000  # that are kept; what comes with the next one is made anew
+_REPLACED = frozenset(("id", "root_id", "argsrepr", "kwargsrepr", "dtimer"))  # in a template
 _MOMENTARY = ("countdown", "eta", "expires")  # options that Celery turns into the time of sending
 
 
@@ -577,6 +578,7 @@ class _Kind:
         if (
             self.destination is None
             or any(options.get(name) for name in _MOMENTARY)
+            or not _REPLACED.isdisjoint(self.headers)
             or not _is_celerys(app, task)
         ):
             self._is_right = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ _TAG = re.compile(r'"delivery_tag": "([0-9a-f-]{36})"')
 _DIRECT = '"delivery_info": {"exchange": "", '  # any other exchange is asked for its queues
 _OF_THE_RUN = 3  # parts: task id, moment, tag; those of the timer follow
 _MARKS = "\0\1\2\3\4\5\6"  # stand for the parts meanwhile: JSON has no such characters
+_REPEATED = (0, 4, 5)  # the task id; the texts of arguments, which become properties when given
 _MARKED = re.compile(f"([{_MARKS}])")
 
 
@@ -141,11 +142,9 @@ def cut(message: str, run: Run, content: Content) -> Pattern | None:
     for mark, part in zip(_MARKS, parts, strict=True):
         text = text.replace(part, mark)
     pieces = _MARKED.split(text)
-    found = sorted(pieces[1::2])
-    is_whole = found[0] == _MARKS[0] and [each for each in found if each != _MARKS[0]] == list(
-        _MARKS[1:]
-    )
-    return Pattern(content, pieces) if is_whole else None
+    counts = [pieces[1::2].count(mark) for mark in _MARKS]
+    once = [counts[part] == 1 for part in range(len(_MARKS)) if part not in _REPEATED]
+    return Pattern(content, pieces) if all(once) and all(counts) else None
 
 
 def delivery_tag(message: str) -> str | None:
@@ -154,9 +153,10 @@ def delivery_tag(message: str) -> str | None:
     return str(tags[0]) if len(tags) == 1 else None
 
 
-def new_tag() -> str:
-    """Return a new delivery tag: a UUIDv4, as kombu's own."""
-    return uuid_text(os.urandom(16).hex(), 4)
+def new_tags(count: int) -> Iterator[str]:
+    """Yield so many new delivery tags: UUIDv4s, as kombu's own."""
+    digits = os.urandom(16 * count).hex()
+    return (uuid_text(digits[start : start + 32], 4) for start in range(0, len(digits), 32))
 
 
 def _moment(run: Run) -> str:

@@ -113,12 +113,13 @@ class Life:
 def live_and_die(world: World, label: str, passes: int) -> None:
     """Take turns until the process is killed at a labelled point, or at any moment.
 
-    The moment counts in passes of a hundredth of a second.
+    The moment is so many hundredths of a second after the registration.
     """
+    life = Life(world)
     if label == ANY_MOMENT:
-        signal.setitimer(signal.ITIMER_REAL, passes * 0.01 + random.uniform(0, 0.01))
+        life.turn()
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0, passes * 0.01))
     else:
         faults.arm(label, passes)
-    life = Life(world)
     for _ in range(_MOST_TURNS):
         life.live(0.001)
