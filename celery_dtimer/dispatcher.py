@@ -37,6 +37,7 @@ from celery_dtimer.store import (
     DueTimer,
     Link,
     Message,
+    Reading,
     Settlement,
     Store,
     Turn,
@@ -53,6 +54,7 @@ _LACKING_MS = 1000  # until another instance looks at a timer whose code this on
 _COMMIT_TRIES = 2  # the second is for a reply that was lost
 _LONGEST_PASS = 0.25  # seconds after which a pass that finds more and more ends
 _COMMIT_BYTES = 1024 * 1024  # of messages that one commit pushes, so that its script stays short
+_AHEAD = 8  # timers that are told before they come due, and so go out without being read first
 _STOLEN = 100  # timers that are taken over at once from an instance that lags
 
 
@@ -163,6 +165,10 @@ class Dispatcher:
         self._sequence = 0
         self._unsettled: list[Settlement] = []
         self._link: Link | None = None  # of what is not settled
+        self._last: Turn | None = None  # what was told ahead, for the next pass
+        self._answered = 0.0  # when, by the clock
+        self._look_at_others = 0.0  # when to look again whether one lags
+        self._has_looked = False
 
     def step(self, lease: Lease) -> Pass:
         """Dispatch what is due, for a quarter of a second at most.
@@ -174,10 +180,11 @@ class Dispatcher:
                 pass.
         """
         tally = _Tally()
+        last, self._last = self._last, None
         self._settle(lease, tally)
         started = self._clock()
         link = self._mode.link()
-        turn: Turn | None = self._read(lease, link)
+        turn: Turn | None = self._told_ahead(last, link) or self._read(lease, link)
         while turn is not None and turn.timers:
             turn = self._dispatch(lease, turn, link, tally)
             if tally.is_cut_short or self._clock() - started > _LONGEST_PASS:
@@ -185,13 +192,15 @@ class Dispatcher:
             before, link = link, self._mode.link()
             if link is None and before is not None:
                 turn = None  # it was not noted as in flight, for what is published first
+        has_helped = turn is not None and self._help(lease, turn)
+        self._last = turn
         counts = tally.counts
         return Pass(
             sent=counts["run"],
             set_aside=counts["broken"] + counts["unreadable"] + counts["missing"],
             postponed=counts["refused"] + counts["lacking"],
-            more=turn is None or bool(turn.timers),
-            next_in=None if turn is None else _seconds_to_next(turn),
+            more=turn is None or bool(turn.timers) or has_helped,
+            next_in=None if turn is None else self._seconds_to_next(turn),
             broker_down=tally.broker_down,
         )
 
@@ -200,22 +209,59 @@ class Dispatcher:
         self._settle(lease, _Tally())
 
     def _read(self, lease: Lease, link: Link | None) -> Turn:
-        """Read what is due; when nothing is, take over from an instance that lags."""
         point("before_due")
-        turn = self._store.due(lease.instance, lease.epoch, self._limit, marks=link is None)
+        turn = self._store.due(lease.instance, lease.epoch, self._reading(link))
+        self._answered = self._clock()
+        return self._checked(lease, turn)
+
+    def _reading(self, link: Link | None) -> Reading:
+        """Return how to read what is due next: when it is pushed, what comes soon is told too."""
+        ahead = 0 if link is None else _AHEAD
+        self._has_looked = self._clock() >= self._look_at_others
+        return Reading(self._limit, ahead, link is None, self._has_looked)
+
+    def _checked(self, lease: Lease, turn: Turn) -> Turn:
+        """Return what was read, unless another server has answered."""
         if turn.heartbeat_ms < lease.heartbeat_ms:
             self._store.close()
             raise StoreUnavailableError(
                 "Redis knows an older heartbeat than was confirmed: another server answers"
             )
-        lag_ms = round(self._store.settings.lag_limit * 1000)
+        return turn
+
+    def _now(self, turn: Turn) -> float:
+        """Return the server's time in ms now: never later than it is, since answers take time."""
+        return turn.now_ms + turn.micros / 1000 + (self._clock() - self._answered) * 1000
+
+    def _seconds_to_next(self, turn: Turn) -> float | None:
+        """Return when the first timer behind a read is to be looked at."""
+        return None if turn.next_ms is None else (turn.next_ms - self._now(turn)) / 1000
+
+    def _told_ahead(self, last: Turn | None, link: Link | None) -> Turn | None:
+        """Return what has come due of what the last pass was told, None when it is to be read.
+
+        The commit that pushes it compares it once more, with the server's time too.
+        """
+        if last is None or link is None:
+            return None
+        now_ms = int(self._now(last))
+        timers = [timer for timer in last.ahead if int(timer.at) <= now_ms]
+        return last._replace(now_ms=now_ms, timers=timers) if timers else None
+
+    def _help(self, lease: Lease, turn: Turn) -> bool:
+        """Take over from an instance that lags, when nothing is due here; say whether it was so."""
+        if turn.timers or not self._has_looked:
+            return False
+        settings = self._store.settings
+        self._look_at_others = self._clock() + settings.check_interval / 2
+        lag_ms = round(settings.lag_limit * 1000)
         if turn.elsewhere_ms is None or turn.now_ms - turn.elsewhere_ms <= lag_ms:
-            return turn
+            return False
         moved = self._store.steal(lease.instance, lease.epoch, lag_ms, _STOLEN)
-        if not moved.count:
-            return turn
-        logger.info("Took %s overdue timers over from an instance that lags", moved.count)
-        return self._store.due(lease.instance, lease.epoch, self._limit, marks=link is None)
+        if moved.count:
+            logger.info("Took %s overdue timers over from an instance that lags", moved.count)
+            self._look_at_others = 0.0
+        return moved.count > 0
 
     # -- one batch
 
@@ -241,7 +287,7 @@ class Dispatcher:
         tally.broker_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
         tally.is_cut_short = len(outcomes) < len(runs) or tally.broker_down
         point("between_publish_and_commit")
-        following = self._settle(lease, tally, limit=self._limit)
+        following = self._settle(lease, tally, self._reading(link))
         point("after_commit")
         _log(runs, outcomes)
         return following
@@ -275,13 +321,14 @@ class Dispatcher:
 
     # -- commit
 
-    def _settle(self, lease: Lease, tally: _Tally, limit: int = 0) -> Turn | None:
-        """Commit what is unsettled, and read up to ``limit`` due timers after it."""
+    def _settle(self, lease: Lease, tally: _Tally, reading: Reading | None = None) -> Turn | None:
+        """Commit what is unsettled, and read what is due after it."""
         following = None
         while self._unsettled:
             batch = _first_of(self._unsettled)
             is_last = len(batch) == len(self._unsettled)
-            committed = self._commit(lease, batch, limit if is_last else 0, tally)
+            committed = self._commit(lease, batch, reading if is_last else None, tally)
+            self._answered = self._clock()
             del self._unsettled[: len(batch)]
             if committed is None:
                 continue
@@ -292,10 +339,16 @@ class Dispatcher:
             if refused:
                 self._unsettled += refused
                 tally.is_cut_short = True
-        return None if tally.is_cut_short else following
+        if following is None or tally.is_cut_short:
+            return None
+        return self._checked(lease, following)
 
     def _commit(
-        self, lease: Lease, batch: Sequence[Settlement], limit: int, tally: _Tally
+        self,
+        lease: Lease,
+        batch: Sequence[Settlement],
+        reading: Reading | None,
+        tally: _Tally,
     ) -> Committed | None:
         """Commit a batch, twice when the first reply is lost; return None when it may not push."""
         for tries_left in reversed(range(_COMMIT_TRIES)):
@@ -305,7 +358,7 @@ class Dispatcher:
                     lease.epoch,
                     self._sequence,
                     batch,
-                    limit=limit,
+                    reading=reading,
                     link=self._link,
                 )
             except FencedError:
@@ -403,13 +456,6 @@ class Dispatcher:
         while len(self._definitions) > _CACHED_DEFINITIONS or self._cached_bytes > _CACHED_BYTES:
             _, (_, _, dropped) = self._definitions.popitem(last=False)
             self._cached_bytes -= dropped
-
-
-def _seconds_to_next(turn: Turn) -> float | None:
-    """Return when the first timer behind a read is to be looked at."""
-    if turn.next_ms is None:
-        return None
-    return (turn.next_ms - turn.now_ms) / 1000 - turn.micros / 1_000_000
 
 
 def _first_of(settlements: list[Settlement]) -> list[Settlement]:

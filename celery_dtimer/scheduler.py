@@ -37,7 +37,7 @@ from celery_dtimer.version import __version__
 
 logger = logging.getLogger(__name__)
 
-_HELD_BACK = 0.001  # seconds that runs wait for others, for each run that the last pass sent
+_HELD_BACK = 0.00025  # seconds that runs wait for others, for each run that the last pass sent
 _LONGEST_WAIT = 1.0  # seconds that a turn of the loop, or a tick, waits at most
 _RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stored is tried again
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
@@ -54,6 +54,7 @@ class Loop:
         *,
         longest_wait: float,
         resolution: float = 0.0,
+        reaches_broker: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare a loop.
@@ -64,9 +65,11 @@ class Loop:
             static: brings the static schedule up to date.
             longest_wait: bounds the seconds that `step` waits for timers.
             resolution: bounds the seconds that runs are held back to go out together.
+            reaches_broker: asked after an outage while no run is due that would tell.
             clock: monotonic seconds.
         """
         self._dispatcher = dispatcher
+        self._reaches_broker = reaches_broker
         self._membership = membership
         self._static = static
         self._longest_wait = longest_wait
@@ -138,7 +141,13 @@ class Loop:
                 logger.error("The broker does not answer: runs wait for it")
                 self._membership.report_broker(False)
             return self._backing_off(self._broker_failures)
-        if done.sent or done.postponed:
+        is_known = bool(done.sent or done.postponed)
+        if self._broker_failures and not is_known:
+            is_known = self._reaches_broker()
+            if not is_known:
+                self._broker_failures += 1
+                return self._backing_off(self._broker_failures)
+        if is_known:
             if self._broker_failures:
                 logger.info("The broker answers again")
             self._membership.report_broker(True)
@@ -208,6 +217,7 @@ class Runtime:
             StaticSchedule(self._store, declaration, self._membership.report_progress),
             longest_wait=min(_LONGEST_WAIT, settings.check_interval, max_interval),
             resolution=settings.resolution,
+            reaches_broker=lambda: self._publisher.connect() is None,
         )
         self._membership_thread = MembershipThread(self._membership)
         self._threads = [

@@ -206,6 +206,7 @@ class DueTimer(NamedTuple):
     last_sent: str = ""
     attempts: str = ""
     parent: str = ""
+    at: str = ""  #: when it is to be looked at
 
     @property
     def due_ms(self) -> int:
@@ -246,8 +247,22 @@ class Turn(NamedTuple):
     heartbeat_ms: int
     more: bool  #: more timers may be due already
     next_ms: int | None  #: when the first timer behind these is to be looked at
-    elsewhere_ms: int | None  #: when the first timer of any other instance is, if none is due here
+    elsewhere_ms: int | None  #: when the first timer of any other instance is, if that was asked
     timers: list[DueTimer]
+    ahead: list[DueTimer]  #: the first of those that come due within a second
+
+
+class Reading(NamedTuple):
+    """How due timers are read."""
+
+    limit: int  #: so many at most; if more are due, a quarter of them are those that came due last
+    ahead: int = 0  #: so many more are told that come due within a second
+    marks: bool = False  #: note them as in flight: they are published before they are committed
+    looks_elsewhere: bool = False  #: say how other instances get on when nothing is due
+
+    def __str__(self) -> str:
+        """Return it as the scripts take it."""
+        return f"{self.limit} {self.ahead} {self.marks:d} {self.looks_elsewhere:d}"
 
 
 #: Where a message goes: a command (``LPUSH``, ``PUBLISH``, ``PEXPIRE``) and its key.
@@ -317,6 +332,7 @@ COMMIT_REFUSALS = {
     -3: "deleted",
     -4: "not active",
     -5: "its message was refused",
+    -6: "not due yet",
 }
 PUSH_REFUSED = -5
 
@@ -446,7 +462,8 @@ class Store:
 
     def rebalance(self, instance: str, epoch: int, drift: int = 0, limit: int = BATCH) -> Moved:
         """Move a batch of timers to instances with less; ``drift`` percent are left alone."""
-        answer = self._call("rebalance", instance, epoch, drift, limit)
+        lag_ms = round(self.settings.lag_limit * 1000)
+        answer = self._call("rebalance", instance, epoch, drift, limit, lag_ms)
         return Moved(busy=True) if answer == _BUSY else Moved(answer[0], bool(answer[1]))
 
     def report(self, instance: str, epoch: int, fields: Mapping[str, str]) -> None:
@@ -527,17 +544,9 @@ class Store:
 
     # -- firing
 
-    def due(self, instance: str, epoch: int, limit: int, *, marks: bool = False) -> Turn:
-        """Read the instance's due timers, soonest first.
-
-        Args:
-            instance: whose timers.
-            epoch: of its registration.
-            limit: timers that are read at most; if more are due, a quarter of them are those that
-                came due last.
-            marks: note them as in flight, because they are published before they are committed.
-        """
-        return _turn(self._call("due", instance, epoch, limit, int(marks)))
+    def due(self, instance: str, epoch: int, reading: Reading) -> Turn:
+        """Read the instance's due timers, soonest first."""
+        return _turn(self._call("due", instance, epoch, str(reading)))
 
     def commit(
         self,
@@ -546,7 +555,7 @@ class Store:
         sequence: int,
         settlements: Sequence[Settlement],
         *,
-        limit: int = 0,
+        reading: Reading | None = None,
         link: Link | None = None,
     ) -> Committed:
         """Settle a batch of due timers and read the next; answer one code for each.
@@ -556,9 +565,8 @@ class Store:
             epoch: of its registration.
             sequence: the same number again returns the first answer and changes nothing.
             settlements: what was done; those with a message are pushed by this call.
-            limit: due timers that are read afterwards, as by `due`; 0 reads none.
-            link: proves that this server is the broker's; without it nothing is pushed, and what
-                is read is noted as in flight.
+            reading: how due timers are read afterwards; not at all without one.
+            link: proves that this server is the broker's; without it nothing is pushed.
 
         Raises:
             UnlinkedError: the link does not hold.
@@ -579,7 +587,7 @@ class Store:
         targets = [part for command, key in numbers for part in (command, prefix + key)]
         answer = self._call(
             *("commit", instance, epoch, sequence, round(self.settings.keep_finished * 1000)),
-            *(limit, int(link is None), *self._proof(link), len(numbers), *targets, *entries),
+            *(str(reading or ""), *self._proof(link), len(numbers), *targets, *entries),
         )
         if answer == _UNLINKED:
             raise UnlinkedError("the broker is not on the server that holds the timers any more")
@@ -977,7 +985,9 @@ def _maybe_int(text: str) -> int | None:
 
 def _turn(answer: list[str]) -> Turn:
     head, *rows = answer
-    now_ms, micros, heartbeat_ms, more, next_ms, elsewhere_ms = map(int, head.split(" "))
+    now_ms, micros, heartbeat_ms, more, next_ms, elsewhere_ms, later = map(int, head.split(" "))
+    timers = [_due_timer(row) for row in rows]
+    due = len(timers) - later
     return Turn(
         now_ms,
         micros,
@@ -985,7 +995,8 @@ def _turn(answer: list[str]) -> Turn:
         bool(more),
         _expiry(next_ms),
         _expiry(elsewhere_ms),
-        [_due_timer(row) for row in rows],
+        timers[:due],
+        timers[due:],
     )
 
 

@@ -1,11 +1,11 @@
 -- Settle what an instance has done with its due timers, each one only if it is still as it was read; then read the next.
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] sequence number of this call
--- ARGV[5] ms that a finished one-shot is kept   ARGV[6] due timers that are read afterwards, 0 for none
--- ARGV[7] 1 to note those as in flight, because they are published before they are committed
--- ARGV[8] the timers' database   ARGV[9] the broker's, "" when nothing is pushed
--- ARGV[10] a key in the broker's database   ARGV[11] its value: proves that this server is the broker's
--- ARGV[12] number of targets   then per target: command (LPUSH, PUBLISH, PEXPIRE), key
+-- ARGV[5] ms that a finished one-shot is kept
+-- ARGV[6] how the due timers are read afterwards: see read_due() (prelude.lua); "" not at all
+-- ARGV[7] the timers' database   ARGV[8] the broker's, "" when nothing is pushed
+-- ARGV[9] a key in the broker's database   ARGV[10] its value: proves that this server is the broker's
+-- ARGV[11] number of targets   then per target: command (LPUSH, PUBLISH, PEXPIRE), key
 -- then per timer:
 --   id
 --   creation, revision, due time as they were read, with blanks in between
@@ -19,8 +19,8 @@
 --   targets of the run's message by their number, with blanks in between, "" when it has been published before
 --   one value per target
 -- Returns {codes with blanks in between, then lines with the errors of refused pushes; the list of read_due(), or an empty one}.
---   Codes: 1 settled, 0 owned by another instance, -2 changed, -3 gone, -4 not active, -5 its push was refused: nothing of
---   this timer was written.
+--   Codes: 1 settled, 0 owned by another instance, -2 changed, -3 gone, -4 not active, -5 its push was refused, -6 not due yet:
+--   of the last two nothing of the timer was written.
 -- Returns the number -1 when the epoch is over, -3 when the server is not the broker's: then nothing was written, but for
 --   a published run of an epoch that is over: like every published run whose commit is refused, it is remembered in its
 --   timer as last_sent, if it is the same creation.
@@ -28,13 +28,13 @@
 -- Worst case: O(timers of the call * log timers), and their messages.
 
 local call = redis.call
-local id, sequence, keep, limit, marks = ARGV[2], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == '1'
-local home, database, link, proof = ARGV[8], ARGV[9], ARGV[10], ARGV[11]
+local id, sequence, keep, how = ARGV[2], ARGV[4], tonumber(ARGV[5]), ARGV[6]
+local home, database, link, proof = ARGV[7], ARGV[8], ARGV[9], ARGV[10]
 local instance, own = key('instance', id), key('instance_timers', id)
 local live = holds_epoch(id, ARGV[3])
 local last = live and fields(instance, 'commit_sequence', 'commit_answer') or {}
 local next_due = function()
-  return limit > 0 and read_due(id, limit, marks) or {}
+  return how ~= '' and read_due(id, how) or {}
 end
 if last[1] == sequence then
   return {last[2], next_due()}
@@ -46,8 +46,8 @@ if pushes and not is_broker(home, database, link, proof) then
   return UNLINKED
 end
 
-local targets, position = {}, 13
-for n = 1, tonumber(ARGV[12]) do
+local targets, position = {}, 12
+for n = 1, tonumber(ARGV[11]) do
   targets[n] = {command = ARGV[position], key = ARGV[position + 1]}
   position = position + 2
 end
@@ -167,6 +167,8 @@ local function settle(timer, name, row, due, done, detail, to, from)
   if done == 'run' then
     if #to > 0 and row[7] == due then
       return -2 -- somebody has published it meanwhile
+    elseif #to > 0 and tonumber(due) > NOW then
+      return -6 -- it was told ahead, and the clock has gone back
     end
     local problem = #to > 0 and push(to, from)
     if problem then

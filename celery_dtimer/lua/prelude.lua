@@ -305,20 +305,28 @@ local function most_lagging(id)
   return first and first.at
 end
 
--- Read up to `limit` due timers of an instance; answers a list of texts with blanks in between:
+-- Read the due timers of an instance. `how` is a text of four numbers with blanks in between: how many are read at most;
+-- how many more are told that come due within a second; 1 to note what is read as in flight, because it is published
+-- before it is committed; 1 to look, when nothing is due, how other instances are getting on.
+-- Answers a list of texts with blanks in between:
 --   now, microseconds since, last heartbeat of the instance, 1 when more may be due, else 0 and
---   the time of the next timer after these or -1, time of the first timer of any other instance or -1,
---   which is looked up when asked for and nothing is due here
---   then one per timer: id, status, revision, created, due, runs, last_sent, attempts, parent
+--   the time of the next timer after these or -1, time of the first timer of any other instance or -1 when that was not
+--   looked up, how many of the timers come due later
+--   then one per timer: id, status, revision, created, due, runs, last_sent, attempts, parent, time to look at it
 -- A timer whose hash is gone, or is something else, has no status. One whose hash names another owner was edited by hand:
 -- it is dropped here, so that it is not sent twice. One that is not due yet by its hash gets its score anew: nothing is
 -- early.
--- When more is due than the limit takes, a quarter of the places goes to what came due last: a backlog does not hold up
--- the timers that are on time.
-local function read_due(id, limit, marks, looks_elsewhere)
+-- When more is due than is read, a quarter of the places goes to what came due last: a backlog does not hold up the timers
+-- that are on time.
+local AHEAD_MS = 1000
+
+local function read_due(id, how)
+  local limit, ahead, marks, looks = string.match(how, '^(%d+) (%d+) (%d) (%d)$')
+  limit, ahead = tonumber(limit), tonumber(ahead)
   local own, now = key('instance_timers', id), whole(NOW)
   local ids = redis.call('ZRANGEBYSCORE', own, '-inf', now, 'LIMIT', 0, limit)
-  local following, full = -1, #ids == limit
+  local due, full, following = #ids, #ids == limit, -1
+  local at = {}
   if full then
     local share = math.floor(limit / 4)
     local latest = redis.call('ZREVRANGEBYSCORE', own, now, '-inf', 'LIMIT', 0, share)
@@ -326,33 +334,41 @@ local function read_due(id, limit, marks, looks_elsewhere)
       ids[limit - share + i] = timer
     end
   else
-    following = tonumber(redis.call('ZRANGE', own, #ids, #ids, 'WITHSCORES')[2] or -1)
-  end
-  local lines = {''}
-  for _, timer in ipairs(ids) do
-    local row = fields(key('timer', timer), 'status', 'revision', 'created', 'due', 'runs', 'last_sent', 'attempts',
-      'parent', 'owner')
-    local due = tonumber(row[4])
-    if row[1] == 'active' and row[9] ~= id then
-      redis.call('ZREM', own, timer)
-    elseif row[1] == 'active' and due and due > NOW and due <= LAST_MS then
-      redis.call('ZADD', QUEUE, whole(due), timer)
-      redis.call('ZADD', own, whole(due), timer)
-    else
-      for i = 1, 8 do
-        row[i] = row[i] or ''
+    local rows = redis.call('ZRANGE', own, due, due + math.max(ahead, 1) - 1, 'WITHSCORES')
+    following = tonumber(rows[2] or -1)
+    for i = 1, ahead > 0 and #rows or 0, 2 do
+      if tonumber(rows[i + 1]) - NOW <= AHEAD_MS then
+        ids[#ids + 1] = rows[i]
+        at[#ids] = whole(tonumber(rows[i + 1]))
       end
-      lines[#lines + 1] = timer .. ' ' .. table.concat(row, ' ', 1, 8)
     end
   end
-  if marks then
-    redis.call('HSET', key('instance', id), 'in_flight', table.concat(ids, ' '))
+  local lines, later = {''}, 0
+  for i, timer in ipairs(ids) do
+    local row = fields(key('timer', timer), 'status', 'revision', 'created', 'due', 'runs', 'last_sent', 'attempts',
+      'parent', 'owner')
+    local moment = tonumber(row[4])
+    if row[1] == 'active' and row[9] ~= id then
+      redis.call('ZREM', own, timer)
+    elseif i <= due and row[1] == 'active' and moment and moment > NOW and moment <= LAST_MS then
+      redis.call('ZADD', QUEUE, whole(moment), timer)
+      redis.call('ZADD', own, whole(moment), timer)
+    else
+      for field = 1, 8 do
+        row[field] = row[field] or ''
+      end
+      lines[#lines + 1] = timer .. ' ' .. table.concat(row, ' ', 1, 8) .. ' ' .. (at[i] or now)
+      later = later + (i > due and 1 or 0)
+    end
+  end
+  if marks == '1' then
+    redis.call('HSET', key('instance', id), 'in_flight', table.concat(ids, ' ', 1, due))
   else
     redis.call('HDEL', key('instance', id), 'in_flight')
   end
-  local elsewhere = looks_elsewhere and #ids == 0 and most_lagging(id) or -1
-  lines[1] = string.format('%.0f %.0f %s %d %.0f %.0f', NOW, MICROS, redis.call('ZSCORE', INSTANCES, id), full and 1 or 0,
-    following, elsewhere)
+  local elsewhere = looks == '1' and due == 0 and most_lagging(id) or -1
+  lines[1] = string.format('%.0f %.0f %s %d %.0f %.0f %d', NOW, MICROS, redis.call('ZSCORE', INSTANCES, id), full and 1 or 0,
+    math.max(-1, math.min(following, LAST_MS)), math.max(-1, math.min(elsewhere, LAST_MS)), later)
   return lines
 end
 

@@ -2,12 +2,13 @@
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] instance id of the caller   ARGV[3] epoch
 -- ARGV[4] drift that is left alone, in percent of a share (0: none)   ARGV[5] limit
+-- ARGV[6] ms by which an instance may be late with its first timer and still be given others
 -- Returns {moved, 1 when more is to be done}, -1 when the caller's epoch is over, -2 when another instance is moving timers.
 -- Sticky: only a surplus moves, and what is due within 20 ms stays for the next pass.
 -- Worst case: O(instances^2 + limit log timers).
 
 local IMMINENT = 20
-local id, drift, limit = ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5])
+local id, drift, limit, late = ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), NOW - tonumber(ARGV[6])
 if not holds_epoch(id, ARGV[3]) then
   return FENCED
 end
@@ -30,16 +31,21 @@ local share, rest = math.floor(total / #live), total % #live
 if drift > 0 and live[1].load - live[#live].load <= math.max(1, total / #live * drift / 100) then
   return {0, 0}
 end
-local surplus, deficits = 0, {}
+local surplus, room, deficits = 0, 0, {}
 for i, instance in ipairs(live) do
   instance.target = share + (i <= rest and 1 or 0)
   if instance.load < instance.target then
-    table.insert(deficits, instance)
+    local head = redis.call('ZRANGE', key('instance_timers', instance.id), 0, 0, 'WITHSCORES')[2]
+    if not head or tonumber(head) >= late then
+      table.insert(deficits, instance)
+      room = room + instance.target - instance.load
+    end
   else
     surplus = surplus + instance.load - instance.target
   end
 end
 
+surplus, limit = math.min(surplus, room), math.min(limit, room)
 local moved, receiver = 0, 1
 for _, donor in ipairs(live) do
   local take = math.min(donor.load - donor.target, limit - moved)

@@ -13,7 +13,7 @@ from celery_dtimer import DistributedTimer, consistency
 from celery_dtimer.model import Definition, TimerState, new_trigger_id
 from celery_dtimer.schedules import Interval, OneShot, Schedule
 from celery_dtimer.settings import Settings
-from celery_dtimer.store import DueTimer, Settlement, Store
+from celery_dtimer.store import DueTimer, Reading, Settlement, Store
 from tests.servers import RedisServer
 
 StartTimers = Callable[[Celery], DistributedTimer]
@@ -160,7 +160,7 @@ class Service:
 
     def due(self, instance: str, epoch: int, limit: int = 100) -> list[DueTimer]:
         """Return what is due at an instance."""
-        return self.store.due(instance, epoch, limit).timers
+        return self.store.due(instance, epoch, Reading(limit)).timers
 
     def due_one(self, instance: str, epoch: int) -> DueTimer:
         """Return the one timer that is due at an instance."""

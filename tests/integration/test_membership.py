@@ -12,7 +12,7 @@ import pytest
 from celery_dtimer.errors import FencedError, StoreUnavailableError
 from celery_dtimer.membership import Identity, Membership, MembershipThread, leave
 from celery_dtimer.model import Lease
-from celery_dtimer.store import Store
+from celery_dtimer.store import Reading, Store
 from tests.integration.conftest import START_MS, MakeService, Service
 from tests.waiting import wait_until
 
@@ -267,7 +267,7 @@ def test_an_instance_reaped_by_others_comes_back_with_nothing(make_member: MakeM
     a.step()
     assert a.lease.epoch > old.epoch
     with pytest.raises(FencedError):
-        a.service.store.due("a", old.epoch, 10)
+        a.service.store.due("a", old.epoch, Reading(10))
 
 
 def test_all_batches_move_soonest_due_first(

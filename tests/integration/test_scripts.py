@@ -21,6 +21,7 @@ from celery_dtimer.store import (
     Link,
     Message,
     Moved,
+    Reading,
     Settlement,
     Store,
     UnlinkedError,
@@ -89,8 +90,8 @@ def test_register_anew_ends_the_epoch_before_and_keeps_the_timers(service: Servi
     assert new > old
     assert service.state(timer.id).owner == "a"
     with pytest.raises(FencedError):
-        service.store.due("a", old, 10)
-    assert service.store.due("a", new, 10).timers == []
+        service.store.due("a", old, Reading(10))
+    assert service.store.due("a", new, Reading(10)).timers == []
 
 
 def test_register_after_silence_gives_the_others_time_to_be_heard(service: Service) -> None:
@@ -520,6 +521,22 @@ def test_rebalance_leaves_what_is_imminent_for_the_next_pass(service: Service) -
     assert service.store.rebalance("a", a) == Moved(0, more=True)
     service.clock.advance(-0.5)
     assert service.store.rebalance("a", a) == Moved(1)
+
+
+def test_rebalance_gives_nothing_to_an_instance_that_lags(service: Service) -> None:
+    """It may be frozen: what was taken over from it would come back and be late again."""
+    b = service.join("b")
+    soon = service.add("soon", every=3)
+    a = service.join("a")
+    service.add_many(8, every=30)
+    service.store.delete([id for id in service.store.owned_ids("b") if id != soon.id])
+    before = service.loads()
+    assert before["b"] == 1 < before["a"] - 1
+    service.clock.advance(5.001)
+    assert service.store.rebalance("a", a) == Moved()
+    assert service.loads() == before
+    service.commit("b", b, service.ran(service.due_one("b", b)))
+    assert service.store.rebalance("a", a).count > 0
 
 
 def test_rebalance_leaves_drift_alone_up_to_its_share(service: Service) -> None:
@@ -1287,7 +1304,7 @@ def test_due_answers_what_has_come_soonest_first_and_the_time_of_the_next(servic
     epoch = service.join()
     timers = service.add_many(5)
     service.clock.advance(10.002)
-    turn = service.store.due("a", epoch, 10)
+    turn = service.store.due("a", epoch, Reading(10))
     assert turn.now_ms == START_MS + 10_002
     assert turn.heartbeat_ms == START_MS
     assert [timer.id for timer in turn.timers] == [timer.id for timer in timers[:3]]
@@ -1298,7 +1315,7 @@ def test_due_answers_at_most_its_limit(service: Service) -> None:
     epoch = service.join()
     service.add_many(3)
     service.clock.advance(20)
-    turn = service.store.due("a", epoch, 2)
+    turn = service.store.due("a", epoch, Reading(2))
     assert len(turn.timers) == 2
     assert (turn.more, turn.next_ms) == (True, None)
 
@@ -1325,8 +1342,36 @@ def test_due_gives_a_quarter_of_a_full_read_to_what_came_due_last(
     assert read == [timers[place].id for place in expected]
 
 
+def test_due_tells_what_comes_due_within_a_second(service: Service) -> None:
+    epoch = service.join()
+    first, second, third, *_ = timers = service.add_many(5)
+    service.add("later", every=12)
+    service.clock.advance(10)
+    turn = service.store.due("a", epoch, Reading(10, ahead=2))
+    assert [timer.id for timer in turn.timers] == [first.id]
+    assert [(timer.id, timer.at) for timer in turn.ahead] == [
+        (timer.id, str(START_MS + 10_000 + i)) for i, timer in ((1, second), (2, third))
+    ]
+    assert turn.next_ms == START_MS + 10_001
+    turn = service.store.due("a", epoch, Reading(10, ahead=10))
+    assert [timer.id for timer in turn.ahead] == [timer.id for timer in timers[1:]]
+    assert service.store.due("a", epoch, Reading(1, ahead=2)).ahead == []
+
+
+@pytest.mark.parametrize("score", ["inf", "-inf", "1e300", "-1e300"])
+def test_due_of_a_score_edited_by_hand_is_told_within_bounds(service: Service, score: str) -> None:
+    service.is_damaged = True
+    epoch = service.join()
+    timer = service.add()
+    for instance in ("a", "b"):
+        service.redis.zadd(service.keys("instance_timers", instance), {timer.id: score})
+    service.join("b")
+    turn = service.store.due("a", epoch, Reading(10, ahead=2, looks_elsewhere=True))
+    assert turn.next_ms is None or turn.next_ms >= 0
+
+
 def test_due_of_nothing_has_no_next(service: Service) -> None:
-    turn = service.store.due("a", service.join(), 10)
+    turn = service.store.due("a", service.join(), Reading(10))
     assert (turn.timers, turn.next_ms) == ([], None)
 
 
@@ -1806,7 +1851,7 @@ def test_commit_pushes_each_message_and_advances_its_timer(
         _pushed(service, due, text)
         for due, text in zip(service.due("a", epoch), texts, strict=True)
     ]
-    answer = service.store.commit("a", epoch, 1, runs, limit=10, link=side.link)
+    answer = service.store.commit("a", epoch, 1, runs, reading=Reading(10), link=side.link)
     assert (answer.codes, answer.errors) == ([1, 1, 1], [])
     assert answer.turn is not None
     assert side.messages() == texts
@@ -1864,7 +1909,7 @@ def test_commit_without_the_proof_writes_nothing(
     published = service.ran(due)
     with pytest.raises(UnlinkedError):
         service.store.commit(
-            "a", epoch, 1, [published, _pushed(service, due)], limit=5, link=side.link
+            "a", epoch, 1, [published, _pushed(service, due)], reading=Reading(5), link=side.link
         )
     assert _stored(service) == before
     assert side.messages() == []
@@ -1919,7 +1964,7 @@ def test_commit_with_the_number_of_the_last_one_pushes_nothing_again(
     answer = service.store.commit("a", epoch, 1, runs, link=side.link)
     assert answer.codes == [-5, 1]
     loss(side)
-    again = service.store.commit("a", epoch, 1, runs, limit=5, link=side.link)
+    again = service.store.commit("a", epoch, 1, runs, reading=Reading(5), link=side.link)
     assert (again.codes, again.errors) == (answer.codes, answer.errors)
     assert again.turn is not None
     assert [timer.id for timer in again.turn.timers] == [first.id]
@@ -2003,12 +2048,24 @@ def test_commit_by_a_user_who_may_not_push_pushes_no_part_and_says_so(
 def test_commit_notes_what_it_reads_as_in_flight_when_that_is_published_first(
     service: Service, epoch: int, due: DueTimer, side: BrokerSide, linked: bool
 ) -> None:
-    service.store.due("a", epoch, 5, marks=True)
+    service.store.due("a", epoch, Reading(5, marks=True))
     assert service.redis.hget(service.keys("instance", "a"), "in_flight") == due.id
     link = side.link if linked else None
-    service.store.commit("a", epoch, 1, [], limit=5, link=link)
+    reading = Reading(5, marks=not linked)
+    service.store.commit("a", epoch, 1, [], reading=reading, link=link)
     noted = service.redis.hget(service.keys("instance", "a"), "in_flight")
     assert noted == (None if linked else due.id)
+
+
+def test_commit_of_a_run_that_is_not_due_yet_pushes_nothing(
+    service: Service, epoch: int, due: DueTimer, side: BrokerSide
+) -> None:
+    """It was told ahead, and the server's clock has gone back since."""
+    service.clock.advance(-1)
+    before = service.state(due.id)
+    answer = service.store.commit("a", epoch, 1, [_pushed(service, due)], link=side.link)
+    assert answer.codes == [-6]
+    assert (side.messages(), service.state(due.id)) == ([], before)
 
 
 # ------------------------------------------------------------------ wake-ups

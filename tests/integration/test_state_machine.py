@@ -31,6 +31,7 @@ from celery_dtimer.store import (
     DueTimer,
     Link,
     Message,
+    Reading,
     Settlement,
     Turn,
     UnlinkedError,
@@ -279,7 +280,7 @@ class Histories(RuleBasedStateMachine):
         return process.read
 
     def _due(self, process: Process, epoch: int, limit: int) -> Turn:
-        return self.store.due(process.id, epoch, limit, marks=True)
+        return self.store.due(process.id, epoch, Reading(limit, marks=True))
 
     def _has_read(self, process: Process, timers: list[DueTimer]) -> None:
         process.read, process.read_at_ms = timers, self.clock()
@@ -362,7 +363,9 @@ class Histories(RuleBasedStateMachine):
 
     def _settle(self, process: Process, epoch: int, limit: int) -> Committed:
         number, unsettled = process.sequence, process.unsettled
-        return self.store.commit(process.id, epoch, number, unsettled, limit=limit)
+        return self.store.commit(
+            process.id, epoch, number, unsettled, reading=Reading(limit, marks=True)
+        )
 
     @precondition(lambda self: self.processes)
     @rule(i=st.integers(0, 3), outcome=OUTCOMES)
@@ -584,7 +587,7 @@ class AtomicHistories(Histories):
         self._as(process, lambda epoch: self.store.give_up(process.id, epoch, limit))
 
     def _due(self, process: Process, epoch: int, limit: int) -> Turn:
-        return self.store.due(process.id, epoch, limit)
+        return self.store.due(process.id, epoch, Reading(limit))
 
     def _send(self, process: Process, timer: DueTimer) -> None:
         assert timer.due_ms <= self.clock(), "sent early"
@@ -600,7 +603,7 @@ class AtomicHistories(Histories):
         number, unsettled = process.sequence, process.unsettled
         try:
             committed = self.store.commit(
-                process.id, epoch, number, unsettled, limit=limit, link=self.link
+                process.id, epoch, number, unsettled, reading=Reading(limit), link=self.link
             )
         except UnlinkedError:
             process.unsettled = []

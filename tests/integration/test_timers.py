@@ -26,7 +26,7 @@ from celery_dtimer import (
 from celery_dtimer.declarations import declared
 from celery_dtimer.model import decode_definition, timer_id, to_datetime
 from celery_dtimer.schedules import Crontab, Interval, OneShot
-from celery_dtimer.store import DueTimer, Settlement, Store
+from celery_dtimer.store import DueTimer, Reading, Settlement, Store
 from tests.conftest import MakeApp
 from tests.integration.conftest import START_MS, Clock
 from tests.servers import RedisServer
@@ -51,7 +51,7 @@ class Timers(DistributedTimer):
             self._epoch = self.store.register("beat", {}).epoch
             while self.store.reap("beat", self._epoch).more:
                 pass
-        due = self.store.due("beat", self._epoch, 100).timers
+        due = self.store.due("beat", self._epoch, Reading(100)).timers
         settlements = [self._ran(timer) for timer in due]
         self._commits += 1
         assert set(self.store.commit("beat", self._epoch, self._commits, settlements).codes) <= {1}
