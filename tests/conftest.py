@@ -86,6 +86,18 @@ def rabbitmq_program() -> Path:
     return RABBITMQ
 
 
+@pytest.fixture(scope="session")
+def shared_rabbitmq(
+    rabbitmq_program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RabbitMQ]:
+    """The run's node, which tests leave as it was: one takes long to start."""
+    node = RabbitMQ(tmp_path_factory.mktemp("rabbitmq"))
+    try:
+        yield node.start()
+    finally:
+        node.close()
+
+
 @pytest.fixture
 def rabbitmq(rabbitmq_program: Path, tmp_path: Path) -> Iterator[RabbitMQ]:
     """A node of the test's own, that it may kill and freeze."""

@@ -280,13 +280,13 @@ def test_the_connections_end_with_the_worker_and_are_made_anew(
 
 
 def test_on_rabbitmq_a_duplicate_is_dropped_and_what_is_delivered_again_runs(
-    make_app: MakeApp, redis_server: RedisServer, rabbitmq: RabbitMQ
+    make_app: MakeApp, redis_server: RedisServer, shared_rabbitmq: RabbitMQ
 ) -> None:
     """Its messages carry no tag of their own: it says itself whether it delivers one again."""
     timers = DistributedTimer(
         make_app(
             worker_hijack_root_logger=False,
-            broker_url=rabbitmq.url,
+            broker_url=shared_rabbitmq.url,
             dtimer_redis_url=redis_server.url,
         )
     )

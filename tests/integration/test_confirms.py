@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +19,9 @@ SECONDS = 10.0  # within which a busy broker answers
 
 
 @pytest.fixture(scope="module")
-def node(rabbitmq_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
-    """The module's node: no test stops it."""
-    node = RabbitMQ(tmp_path_factory.mktemp("rabbitmq"))
-    try:
-        yield node.start()
-    finally:
-        node.close()
+def node(shared_rabbitmq: RabbitMQ) -> RabbitMQ:
+    """The run's node."""
+    return shared_rabbitmq
 
 
 class Sender:
@@ -273,17 +268,18 @@ def test_a_declaration_that_is_refused_ends_the_channel_too(sender: Sender) -> N
 
 
 def test_a_frozen_broker_takes_no_longer_than_the_timeout_and_may_answer_later(
-    rabbitmq: RabbitMQ, make_sender: MakeSender
+    node: RabbitMQ, make_sender: MakeSender, request: pytest.FixtureRequest
 ) -> None:
-    sender = make_sender(rabbitmq)
-    rabbitmq.freeze()
+    sender = make_sender(node)
+    node.freeze()
+    request.addfinalizer(node.thaw)
     receipts = sender.send_many(10)
     started = time.monotonic()
     assert not sender.confirms.wait(0.5)
     assert 0.4 < time.monotonic() - started < 2
     assert set(answers(receipts)) == {"unknown"}
     assert sender.confirms.failure is None
-    rabbitmq.thaw()
+    node.thaw()
     assert sender.confirms.wait(SECONDS)
     assert set(answers(receipts)) == {"confirmed"}
 
