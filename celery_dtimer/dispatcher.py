@@ -11,12 +11,13 @@ commit, or a broker whose answer is lost, sends a run again, with the same task 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from celery_dtimer import policy
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
@@ -126,6 +127,13 @@ class _Tally:
     is_cut_short: bool = False  # due timers were left, or are to be read anew
 
 
+class _Committing(NamedTuple):
+    """A commit that has been started."""
+
+    reading: Reading
+    answer: Callable[[], Committed] | None = None  #: waits for it; None when nothing is committed
+
+
 class Dispatcher:
     """Fires the timers of one instance; `step` is one pass."""
 
@@ -165,6 +173,7 @@ class Dispatcher:
         self._sequence = 0
         self._unsettled: list[Settlement] = []
         self._link: Link | None = None  # of what is not settled
+        self._committing: _Committing | None = None
         self._last: Turn | None = None  # what was told ahead, for the next pass
         self._answered = 0.0  # when, by the clock
         self._look_at_others = 0.0  # when to look again whether one lags
@@ -184,23 +193,17 @@ class Dispatcher:
         self._settle(lease, tally)
         started = self._clock()
         link = self._mode.link()
-        turn: Turn | None = self._told_ahead(last, link) or self._read(lease, link)
-        while turn is not None and turn.timers:
-            turn = self._dispatch(lease, turn, link, tally)
-            if tally.is_cut_short or self._clock() - started > _LONGEST_PASS:
-                break
-            before, link = link, self._mode.link()
-            if link is None and before is not None:
-                turn = None  # it was not noted as in flight, for what is published first
-        has_helped = turn is not None and self._help(lease, turn)
-        self._last = turn
+        turn = self._told_ahead(last, link) or self._read(lease, link)
+        following = self._dispatch(lease, turn, link, tally, started + _LONGEST_PASS)
+        has_helped = following is not None and self._help(lease, following)
+        self._last = following
         counts = tally.counts
         return Pass(
             sent=counts["run"],
             set_aside=counts["broken"] + counts["unreadable"] + counts["missing"],
             postponed=counts["refused"] + counts["lacking"],
-            more=turn is None or bool(turn.timers) or has_helped,
-            next_in=None if turn is None else self._seconds_to_next(turn),
+            more=following is None or has_helped,
+            next_in=None if following is None else self._seconds_to_next(following),
             broker_down=tally.broker_down,
         )
 
@@ -210,15 +213,18 @@ class Dispatcher:
 
     def _read(self, lease: Lease, link: Link | None) -> Turn:
         point("before_due")
-        turn = self._store.due(lease.instance, lease.epoch, self._reading(link))
+        reading = self._reading(link)
+        if link is not None:  # the second half is taken up while the first is committed
+            reading = reading._replace(limit=2 * self._limit)
+        turn = self._store.due(lease.instance, lease.epoch, reading)
         self._answered = self._clock()
         return self._checked(lease, turn)
 
-    def _reading(self, link: Link | None) -> Reading:
+    def _reading(self, link: Link | None, skip: int = 0) -> Reading:
         """Return how to read what is due next: when it is pushed, what comes soon is told too."""
         ahead = 0 if link is None else _AHEAD
         self._has_looked = self._clock() >= self._look_at_others
-        return Reading(self._limit, ahead, link is None, self._has_looked)
+        return Reading(self._limit, ahead, link is None, self._has_looked, skip)
 
     def _checked(self, lease: Lease, turn: Turn) -> Turn:
         """Return what was read, unless another server has answered."""
@@ -263,34 +269,74 @@ class Dispatcher:
             self._look_at_others = 0.0
         return moved.count > 0
 
-    # -- one batch
+    # -- batches
 
-    def _dispatch(self, lease: Lease, turn: Turn, link: Link | None, tally: _Tally) -> Turn | None:
-        """Publish and commit a batch; return the next one, None when it was not read."""
-        definitions = self._definitions_of(turn.timers)
+    def _dispatch(
+        self, lease: Lease, turn: Turn, link: Link | None, tally: _Tally, until: float
+    ) -> Turn | None:
+        """Dispatch batch after batch; return the last read, None when more is due or may be.
+
+        While a commit is on its way to the server and back, the next batch is prepared, if what
+        is due is known already: the two work at the same time.
+        """
+        following: Turn | None = turn
+        waiting = turn.timers
+        while waiting and not tally.is_cut_short:
+            batch, waiting = waiting[: self._limit], waiting[self._limit :]
+            settled, is_whole = self._prepare(lease, batch, turn.now_ms, link, tally)
+            if self._committing is not None:
+                following = self._settle(lease, tally)
+                if following is None:
+                    break  # what was prepared is not pushed: it is read anew
+                turn = following
+                waiting += _without(turn.timers, (*batch, *waiting))
+            self._begin(lease, settled, link, len(waiting))
+            if not waiting or not is_whole:
+                following = self._settle(lease, tally)
+                if following is not None:
+                    turn, waiting = following, following.timers
+            if not is_whole or (waiting and not self._goes_on(link, until)):
+                tally.is_cut_short = True
+        if self._committing is not None:
+            following = self._settle(lease, tally)
+        return None if tally.is_cut_short else following
+
+    def _goes_on(self, link: Link | None, until: float) -> bool:
+        """Say whether the pass goes on: in time, and in the same mode as what has been read."""
+        return self._clock() <= until and self._mode.link() == link
+
+    def _prepare(
+        self,
+        lease: Lease,
+        timers: Sequence[DueTimer],
+        now_ms: int,
+        link: Link | None,
+        tally: _Tally,
+    ) -> tuple[list[Settlement], bool]:
+        """Decide on a batch, and publish its runs or build their messages.
+
+        Returns:
+            what is to be committed, and whether that is all of the batch.
+        """
+        definitions = self._definitions_of(timers)
         settled: list[Settlement] = []
         planned: list[Settlement] = []
-        for timer in turn.timers:
-            settlement = _decide(timer, definitions[timer.id], turn.now_ms)
+        for timer in timers:
+            settlement = _decide(timer, definitions[timer.id], now_ms)
             goes_out = settlement.done == "run" and not timer.is_sent
             (planned if goes_out else settled).append(settlement)
         runs = [self._run(lease, each.timer, definitions[each.timer.id]) for each in planned]
         point("between_due_and_publish")
         if not self._may_send(lease):
-            tally.is_cut_short = True
-            return None
+            return [], False
         outcomes = self._publish(lease, runs, link)
         for plan, run, outcome in zip(planned, runs, outcomes, strict=False):
             settled.extend(_settle(plan, run, outcome))
-        self._unsettled, self._link = settled, link
         self._on_progress()
-        tally.broker_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
-        tally.is_cut_short = len(outcomes) < len(runs) or tally.broker_down
-        point("between_publish_and_commit")
-        following = self._settle(lease, tally, self._reading(link))
-        point("after_commit")
         _log(runs, outcomes)
-        return following
+        is_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
+        tally.broker_down = tally.broker_down or is_down
+        return settled, len(outcomes) == len(runs) and not is_down
 
     def _publish(
         self, lease: Lease, runs: Sequence[Run], link: Link | None
@@ -321,13 +367,29 @@ class Dispatcher:
 
     # -- commit
 
-    def _settle(self, lease: Lease, tally: _Tally, reading: Reading | None = None) -> Turn | None:
-        """Commit what is unsettled, and read what is due after it."""
+    def _begin(self, lease: Lease, settled: list[Settlement], link: Link | None, skip: int) -> None:
+        """Start to commit a batch and to read the next; `_settle` waits for it."""
+        self._unsettled, self._link = settled, link
+        point("between_publish_and_commit")
+        reading = self._reading(link, skip)
+        batch = _first_of(settled)
+        answer = None
+        if batch:
+            is_last = len(batch) == len(settled)
+            with contextlib.suppress(StoreUnavailableError):  # who waits for it tries once more
+                answer = self._send(lease, batch, reading if is_last else None)
+        self._committing = _Committing(reading, answer)
+
+    def _settle(self, lease: Lease, tally: _Tally) -> Turn | None:
+        """Commit what is unsettled; return what is due after it, None when that was not read."""
+        committing, self._committing = self._committing, None
+        reading, answer = committing or (None, None)
         following = None
         while self._unsettled:
             batch = _first_of(self._unsettled)
             is_last = len(batch) == len(self._unsettled)
-            committed = self._commit(lease, batch, reading if is_last else None, tally)
+            committed = self._commit(lease, batch, reading if is_last else None, answer, tally)
+            answer = None
             self._answered = self._clock()
             del self._unsettled[: len(batch)]
             if committed is None:
@@ -339,28 +401,40 @@ class Dispatcher:
             if refused:
                 self._unsettled += refused
                 tally.is_cut_short = True
+        point("after_commit")
         if following is None or tally.is_cut_short:
             return None
         return self._checked(lease, following)
+
+    def _send(
+        self, lease: Lease, batch: Sequence[Settlement], reading: Reading | None
+    ) -> Callable[[], Committed]:
+        """Send a commit; return what waits for its answer."""
+        return self._store.begin_commit(
+            lease.instance,
+            lease.epoch,
+            self._sequence,
+            batch,
+            reading=reading,
+            link=self._link,
+        )
 
     def _commit(
         self,
         lease: Lease,
         batch: Sequence[Settlement],
         reading: Reading | None,
+        answer: Callable[[], Committed] | None,
         tally: _Tally,
     ) -> Committed | None:
-        """Commit a batch, twice when the first reply is lost; return None when it may not push."""
-        for tries_left in reversed(range(_COMMIT_TRIES)):
+        """Commit a batch, twice when the first reply is lost; return None when it may not push.
+
+        The first try may have been sent before: then ``answer`` waits for it.
+        """
+        for _ in range(_COMMIT_TRIES):
             try:
-                return self._store.commit(
-                    lease.instance,
-                    lease.epoch,
-                    self._sequence,
-                    batch,
-                    reading=reading,
-                    link=self._link,
-                )
+                answer, waiting = None, answer or self._send(lease, batch, reading)
+                return waiting()
             except FencedError:
                 self._unsettled = []
                 raise
@@ -369,10 +443,9 @@ class Dispatcher:
                 self._mode.doubt()
                 tally.is_cut_short = True
                 return None
-            except StoreUnavailableError:
-                if not tries_left:
-                    raise
-        raise AssertionError("the last try returns or raises")
+            except StoreUnavailableError as exc:
+                failure = exc
+        raise failure
 
     def _look_at(
         self, batch: Sequence[Settlement], committed: Committed, tally: _Tally
@@ -456,6 +529,13 @@ class Dispatcher:
         while len(self._definitions) > _CACHED_DEFINITIONS or self._cached_bytes > _CACHED_BYTES:
             _, (_, _, dropped) = self._definitions.popitem(last=False)
             self._cached_bytes -= dropped
+
+
+def _without(timers: Sequence[DueTimer], known: Iterable[DueTimer]) -> list[DueTimer]:
+    """Return each timer once, without the known: those were not committed when it was read."""
+    ids = {timer.id for timer in known}
+    found = {timer.id: timer for timer in timers if timer.id not in ids}
+    return list(found.values())
 
 
 def _first_of(settlements: list[Settlement]) -> list[Settlement]:

@@ -31,6 +31,7 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -259,10 +260,12 @@ class Reading(NamedTuple):
     ahead: int = 0  #: so many more are told that come due within a second
     marks: bool = False  #: note them as in flight: they are published before they are committed
     looks_elsewhere: bool = False  #: say how other instances get on when nothing is due
+    skip: int = 0  #: so many are left out, which were read before and are not committed yet
 
     def __str__(self) -> str:
         """Return it as the scripts take it."""
-        return f"{self.limit} {self.ahead} {self.marks:d} {self.looks_elsewhere:d}"
+        limit, ahead, marks, looks, skip = self
+        return f"{limit} {ahead} {marks:d} {looks:d} {skip}"
 
 
 #: Where a message goes: a command (``LPUSH``, ``PUBLISH``, ``PEXPIRE``) and its key.
@@ -399,16 +402,38 @@ class Store:
                 self._client.connection_pool.disconnect(inuse_connections=False)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        now = "" if self._clock is None else str(self._clock())
-        keys_and_arguments = (*self._declared_keys, now, *arguments)
+        keys_and_arguments = self._arguments(arguments)
         with self._errors():
             try:
                 answer = self.client.evalsha(scripts()[name], 2, *keys_and_arguments)
             except NoScriptError:
                 answer = self.client.eval(script_source(name), 2, *keys_and_arguments)
-        if answer == _FENCED:
-            raise FencedError(f"{name}: the epoch is over")
-        return answer
+        return _unless_fenced(name, answer)
+
+    def _begin(self, name: str, *arguments: Any) -> Callable[[], Any]:
+        """Send the call of a script; return what waits for its answer."""
+        keys_and_arguments = self._arguments(arguments)
+        with self._errors():
+            client = self.client
+            connection = _connection_of(client.connection_pool)
+            with _released_on_failure(client, connection):
+                connection.send_command("EVALSHA", scripts()[name], 2, *keys_and_arguments)
+
+        def finish() -> Any:
+            with self._errors():
+                try:
+                    with _released_on_failure(client, connection):
+                        answer = connection.read_response()
+                    client.connection_pool.release(connection)
+                except NoScriptError:
+                    answer = client.eval(script_source(name), 2, *keys_and_arguments)
+            return _unless_fenced(name, answer)
+
+        return finish
+
+    def _arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        now = "" if self._clock is None else str(self._clock())
+        return (*self._declared_keys, now, *arguments)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -548,7 +573,11 @@ class Store:
         """Read the instance's due timers, soonest first."""
         return _turn(self._call("due", instance, epoch, str(reading)))
 
-    def commit(
+    def commit(self, *args: Any, **kwargs: Any) -> Committed:
+        """Settle a batch of due timers, as `begin_commit` does, and wait for the answer."""
+        return self.begin_commit(*args, **kwargs)()
+
+    def begin_commit(
         self,
         instance: str,
         epoch: int,
@@ -557,8 +586,8 @@ class Store:
         *,
         reading: Reading | None = None,
         link: Link | None = None,
-    ) -> Committed:
-        """Settle a batch of due timers and read the next; answer one code for each.
+    ) -> Callable[[], Committed]:
+        """Send what settles a batch of due timers and reads the next.
 
         Args:
             instance: whose timers.
@@ -568,8 +597,9 @@ class Store:
             reading: how due timers are read afterwards; not at all without one.
             link: proves that this server is the broker's; without it nothing is pushed.
 
-        Raises:
-            UnlinkedError: the link does not hold.
+        Returns:
+            what waits for the answer, with one code for each settlement. It raises
+            `UnlinkedError` when the link does not hold.
         """
         numbers: dict[Target, int] = {}
         entries: list[Any] = []
@@ -585,15 +615,11 @@ class Store:
                 entries += message.values
         prefix = link.prefix if link else ""
         targets = [part for command, key in numbers for part in (command, prefix + key)]
-        answer = self._call(
+        answer = self._begin(
             *("commit", instance, epoch, sequence, round(self.settings.keep_finished * 1000)),
             *(str(reading or ""), *self._proof(link), len(numbers), *targets, *entries),
         )
-        if answer == _UNLINKED:
-            raise UnlinkedError("the broker is not on the server that holds the timers any more")
-        codes, *errors = answer[0].split("\n")
-        turn = _turn(answer[1]) if answer[1] else None
-        return Committed([int(code) for code in codes.split()], errors, turn)
+        return lambda: _committed(answer())
 
     def _proof(self, link: Link | None) -> tuple[Any, ...]:
         """Return the arguments of a script that pushes: the timers' database, and the link."""
@@ -842,6 +868,31 @@ class Store:
                 pubsub.close()
 
 
+def _unless_fenced(name: str, answer: Any) -> Any:
+    if answer == _FENCED:
+        raise FencedError(f"{name}: the epoch is over")
+    return answer
+
+
+def _connection_of(pool: Any) -> Any:
+    try:
+        return pool.get_connection()
+    except TypeError:  # before redis-py 5.3
+        return pool.get_connection("EVALSHA")
+
+
+@contextlib.contextmanager
+def _released_on_failure(client: Any, connection: Any) -> Iterator[None]:
+    """Give a connection back when a block fails: cut, unless it was an answer that failed it."""
+    try:
+        yield
+    except BaseException as exc:
+        if not isinstance(exc, ResponseError):
+            connection.disconnect()
+        client.connection_pool.release(connection)
+        raise
+
+
 def attempts(timer: str) -> Iterator[None]:
     """Yield once for each try to write a timer, with pauses that let one of the writers through.
 
@@ -998,6 +1049,14 @@ def _turn(answer: list[str]) -> Turn:
         timers[:due],
         timers[due:],
     )
+
+
+def _committed(answer: Any) -> Committed:
+    if answer == _UNLINKED:
+        raise UnlinkedError("the broker is not on the server that holds the timers any more")
+    codes, *errors = answer[0].split("\n")
+    turn = _turn(answer[1]) if answer[1] else None
+    return Committed([int(code) for code in codes.split()], errors, turn)
 
 
 def _due_timer(text: str) -> DueTimer:

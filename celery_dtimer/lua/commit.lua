@@ -125,13 +125,16 @@ local function advance(timer, name, row, due, at, skipped)
   if tonumber(at) <= tonumber(due) then
     at = whole(tonumber(due) + 1)
   end
-  call('HSET', name, 'due', at, 'at', at, 'last_run', due, 'runs', whole(number(row[6], 0) + 1))
+  local runs = whole(number(row[6], 0) + 1)
+  if skipped == '0' then
+    call('HSET', name, 'due', at, 'at', at, 'last_run', due, 'runs', runs)
+  else
+    counts.skipped = counts.skipped + tonumber(skipped)
+    call('HSET', name, 'due', at, 'at', at, 'last_run', due, 'runs', runs,
+      'skipped', whole(number(row[9], 0) + skipped))
+  end
   if row[7] or row[8] then
     call('HDEL', name, 'last_sent', 'attempts')
-  end
-  if skipped ~= '0' then
-    counts.skipped = counts.skipped + tonumber(skipped)
-    call('HSET', name, 'skipped', whole(number(fields(name, 'skipped')[1], 0) + skipped))
   end
   rescheduled[#rescheduled + 1] = at
   rescheduled[#rescheduled + 1] = timer
@@ -198,7 +201,8 @@ while position <= #ARGV do
   local to, from = numbers(ARGV[position + 4]), position + 5
   position = from + #to
   local name = key('timer', timer)
-  local row = fields(name, 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent', 'attempts')
+  local row = fields(name, 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent', 'attempts',
+    'skipped')
   local no_timer = done == 'missing' or done == 'unreadable'
   local code, problem
   if not row[1] then

@@ -305,9 +305,10 @@ local function most_lagging(id)
   return first and first.at
 end
 
--- Read the due timers of an instance. `how` is a text of four numbers with blanks in between: how many are read at most;
+-- Read the due timers of an instance. `how` is a text of five numbers with blanks in between: how many are read at most;
 -- how many more are told that come due within a second; 1 to note what is read as in flight, because it is published
--- before it is committed; 1 to look, when nothing is due, how other instances are getting on.
+-- before it is committed; 1 to look, when nothing is due, how other instances are getting on; how many are left out, which
+-- were read before and are not committed yet (about: who asks leaves out what is told twice).
 -- Answers a list of texts with blanks in between:
 --   now, microseconds since, last heartbeat of the instance, 1 when more may be due, else 0 and
 --   the time of the next timer after these or -1, time of the first timer of any other instance or -1 when that was not
@@ -321,20 +322,23 @@ end
 local AHEAD_MS = 1000
 
 local function read_due(id, how)
-  local limit, ahead, marks, looks = string.match(how, '^(%d+) (%d+) (%d) (%d)$')
-  limit, ahead = tonumber(limit), tonumber(ahead)
+  local limit, ahead, marks, looks, skip = string.match(how, '^(%d+) (%d+) (%d) (%d) (%d+)$')
+  limit, ahead, skip = tonumber(limit), tonumber(ahead), tonumber(skip)
+  skip = skip - math.floor(skip / 4) -- the rest of them came due last
   local own, now = key('instance_timers', id), whole(NOW)
-  local ids = redis.call('ZRANGEBYSCORE', own, '-inf', now, 'LIMIT', 0, limit)
+  local ids = redis.call('ZRANGEBYSCORE', own, '-inf', now, 'LIMIT', skip, limit)
   local due, full, following = #ids, #ids == limit, -1
   local at = {}
   if full then
     local share = math.floor(limit / 4)
     local latest = redis.call('ZREVRANGEBYSCORE', own, now, '-inf', 'LIMIT', 0, share)
-    for i, timer in ipairs(latest) do
-      ids[limit - share + i] = timer
+    for i = 1, limit - share do
+      latest[share + i] = ids[i]
     end
+    ids = latest
   else
-    local rows = redis.call('ZRANGE', own, due, due + math.max(ahead, 1) - 1, 'WITHSCORES')
+    local first = due + skip
+    local rows = redis.call('ZRANGE', own, first, first + math.max(ahead, 1) - 1, 'WITHSCORES')
     following = tonumber(rows[2] or -1)
     for i = 1, ahead > 0 and #rows or 0, 2 do
       if tonumber(rows[i + 1]) - NOW <= AHEAD_MS then

@@ -760,7 +760,7 @@ def test_signals_are_sent_once_though_replies_were_lost(
 ) -> None:
     beat.service.add(args=("timer",))
     beat.service.clock.advance(10)
-    losing(monkeypatch, "commit", losses)
+    losing(monkeypatch, "begin_commit", losses)
     assert (beat.steps(), names(beat), losses) == (1, ["timer"], [])
     assert sorted(what for what, _, _ in receivers.said) == ["after", "before", "sent"]
 
@@ -801,7 +801,7 @@ def test_a_commit_that_is_lost_pushes_once(
 ) -> None:
     timers = beat.service.add_many(3)
     beat.service.clock.advance(11)
-    losing(monkeypatch, "commit", losses)
+    losing(monkeypatch, "begin_commit", losses)
     assert (beat.steps(), losses) == (3, [])
     assert names(beat) == ["t0", "t1", "t2"]
     assert {beat.service.state(timer.id).runs for timer in timers} == {1}
@@ -829,7 +829,7 @@ def test_a_lost_commit_of_an_epoch_that_is_over_pushes_once(
     """The answer of before is gone with the registration: the timers themselves tell."""
     beat.service.add()
     beat.service.clock.advance(10)
-    losing(monkeypatch, "commit", ["reply"] * 2)
+    losing(monkeypatch, "begin_commit", ["reply"] * 2)
     with pytest.raises(StoreUnavailableError):
         beat.step()
     beat.register()
@@ -954,13 +954,13 @@ def test_a_queue_that_is_something_else_delays_its_timer_alone(
 def test_a_batch_of_large_messages_is_committed_in_parts(
     beat: Beat, monkeypatch: pytest.MonkeyPatch, size: int, commits: list[int]
 ) -> None:
-    sizes, commit = [], Store.commit
+    sizes, commit = [], Store.begin_commit
 
     def counted(store: Store, *args: Any, **kwargs: Any) -> Any:
         sizes.append(len(args[3]))
         return commit(store, *args, **kwargs)
 
-    monkeypatch.setattr(Store, "commit", counted)
+    monkeypatch.setattr(Store, "begin_commit", counted)
     beat.service.add_many(5, args=("x" * size,))
     beat.service.clock.advance(11)
     assert beat.step().sent == 5
@@ -974,7 +974,7 @@ def test_a_batch_in_parts_of_which_one_is_lost_is_pushed_once(
 ) -> None:
     beat.service.add_many(5, args=("x" * 1_000_000,))
     beat.service.clock.advance(11)
-    losing(monkeypatch, "commit", ["none", "none", loss, loss, loss])
+    losing(monkeypatch, "begin_commit", ["none", "none", loss, loss, loss])
     beat.steps()
     assert names(beat) == [f"t{n}" for n in range(5)]
 
@@ -982,7 +982,7 @@ def test_a_batch_in_parts_of_which_one_is_lost_is_pushed_once(
 def test_a_backlog_does_not_hold_up_what_comes_due_now(
     make_app: MakeApp, make_service: MakeService, make_beat: MakeBeat
 ) -> None:
-    """With 2,000 overdue timers and batches of 100, it is in the next one; and nobody starves."""
+    """With 2,000 overdue and batches of 100, it is in one of the next two; and nobody starves."""
     service = make_service(batch_size=100)
     beat = make_beat(make_app(), service, clock=itertools.count().__next__)
     service.add_many(2000, every=3600)
@@ -993,9 +993,9 @@ def test_a_backlog_does_not_hold_up_what_comes_due_now(
         service.add(f"now{number}", at_ms=service.clock.now_ms)
         done = beat.step()
         batches.append(names(beat))
-        assert f"now{number}" in batches[-1]
+        assert number == 0 or any(f"now{number - 1}" in batch for batch in batches[-2:])
         assert len(batches[-1]) == done.sent <= 100
         service.clock.advance(0.01)
     sent = Counter(itertools.chain(*batches))
     assert (len(sent), set(sent.values())) == (2022, {1})
-    assert batches[0][:75] == [f"t{n}" for n in range(75)], "the others go in their order"
+    assert batches[0][50:] == [f"t{n}" for n in range(50)], "the others go in their order"

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -538,11 +538,18 @@ def losing(monkeypatch: pytest.MonkeyPatch, name: str, losses: list[str]) -> Non
         if loss == "request":
             raise StoreUnavailableError("the request was lost")
         answer = method(store, *args, **kwargs)
-        if loss == "reply":
-            raise StoreUnavailableError("the reply was lost")
-        return answer
+        if loss != "reply":
+            return answer
+        if name == "begin_commit":
+            return lambda: _lost(answer)
+        return _lost(lambda: answer)
 
     monkeypatch.setattr(Store, name, call)
+
+
+def _lost(answer: Callable[[], object]) -> NoReturn:
+    answer()
+    raise StoreUnavailableError("the reply was lost")
 
 
 @pytest.mark.parametrize(
@@ -553,7 +560,7 @@ def test_a_lost_commit_is_repeated_and_settles_once(
 ) -> None:
     timer = beat.service.add()
     beat.service.clock.advance(10)
-    losing(monkeypatch, "commit", losses)
+    losing(monkeypatch, "begin_commit", losses)
     for _ in range(3):
         try:
             beat.step()
@@ -570,7 +577,7 @@ def test_a_commit_lost_until_the_registration_was_another_doubles_nothing(
 ) -> None:
     timer = beat.service.add()
     beat.service.clock.advance(10)
-    losing(monkeypatch, "commit", ["reply"] * 2)
+    losing(monkeypatch, "begin_commit", ["reply"] * 2)
     with pytest.raises(StoreUnavailableError):
         beat.step()
     beat.register()

@@ -296,7 +296,7 @@ def test_what_was_sent_and_not_committed_is_committed_before_it_leaves(
 ) -> None:
     app = make_app()
     timers, reader, scheduler = DistributedTimer(app), read_queue(app), make_scheduler(app)
-    commit, tries = Store.commit, []
+    commit, tries = Store.begin_commit, []
 
     def commit_at_the_end(store: Store, *args: Any, **kwargs: Any) -> Any:
         tries.append(args)
@@ -305,7 +305,7 @@ def test_what_was_sent_and_not_committed_is_committed_before_it_leaves(
             raise StoreUnavailableError("no answer")
         return commit(store, *args, **kwargs)
 
-    monkeypatch.setattr(Store, "commit", commit_at_the_end)
+    monkeypatch.setattr(Store, "begin_commit", commit_at_the_end)
     timers.create_timer("a", datetime.now(timezone.utc), "record")
     scheduler.start()
     wait_until(lambda: len(tries) >= 2, "a commit to fail")

@@ -1324,10 +1324,10 @@ def test_due_answers_at_most_its_limit(service: Service) -> None:
     ("limit", "expected"),
     [
         (11, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        (10, [0, 1, 2, 3, 4, 5, 6, 7, 9, 8]),
-        (9, [0, 1, 2, 3, 4, 5, 6, 9, 8]),
-        (8, [0, 1, 2, 3, 4, 5, 9, 8]),
-        (4, [0, 1, 2, 9]),
+        (10, [9, 8, 0, 1, 2, 3, 4, 5, 6, 7]),
+        (9, [9, 8, 0, 1, 2, 3, 4, 5, 6]),
+        (8, [9, 8, 0, 1, 2, 3, 4, 5]),
+        (4, [9, 0, 1, 2]),
         (3, [0, 1, 2]),
         (1, [0]),
     ],
@@ -1340,6 +1340,17 @@ def test_due_gives_a_quarter_of_a_full_read_to_what_came_due_last(
     service.clock.advance(20)
     read = [timer.id for timer in service.due("a", epoch, limit)]
     assert read == [timers[place].id for place in expected]
+
+
+def test_due_leaves_out_what_was_read_before(service: Service) -> None:
+    """Three quarters of those are the longest due; who asks leaves out the others."""
+    epoch = service.join()
+    timers = service.add_many(10)
+    service.clock.advance(20)
+    turn = service.store.due("a", epoch, Reading(4, skip=4))
+    assert [timer.id for timer in turn.timers] == [timers[place].id for place in (9, 3, 4, 5)]
+    turn = service.store.due("a", epoch, Reading(20, skip=4))
+    assert [timer.id for timer in turn.timers] == [timer.id for timer in timers[3:]]
 
 
 def test_due_tells_what_comes_due_within_a_second(service: Service) -> None:
