@@ -197,6 +197,8 @@ class Dispatcher:
         following = self._dispatch(lease, turn, link, tally, started + _LONGEST_PASS)
         has_helped = following is not None and self._help(lease, following)
         self._last = following
+        if following is not None:
+            self._definitions_of(following.ahead)  # read before they come due
         counts = tally.counts
         return Pass(
             sent=counts["run"],

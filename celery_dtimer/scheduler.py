@@ -8,6 +8,7 @@ request to Redis or to the broker.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -338,6 +339,7 @@ class DistributedScheduler(Scheduler):
         """
         self.settings = Settings.from_app(app, service)
         self.instance = new_instance_id() if embedded else process_instance_id()
+        self._owns_process = not embedded
         self._declaration = Declaration(_source(app))
         self._runtime: Runtime | None = None
         self._in_tick = False
@@ -377,6 +379,8 @@ class DistributedScheduler(Scheduler):
                 self.instance,
                 max_interval=self.max_interval or _LONGEST_WAIT,
             )
+            if self._owns_process:
+                _calm_garbage_collector()
             self._runtime.start()
 
     def close(self) -> None:
@@ -410,6 +414,19 @@ class DistributedScheduler(Scheduler):
             "dispatch": self.settings.dispatch,
         }
         return "\n".join(f"    . {name} -> {value}" for name, value in lines.items())
+
+
+def _calm_garbage_collector() -> None:
+    """Spare the runs the pauses of full collections, in a process that only dispatches.
+
+    All that was imported, and the definitions that are kept, stay anyway: to look through them
+    takes 20 ms and more at a time, and makes everything that long late. What is young is collected
+    as always, and the rest a hundred times more rarely.
+    """
+    gc.collect()
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, 1_000)
 
 
 def _join_whatever_comes(thread: threading.Thread) -> None:

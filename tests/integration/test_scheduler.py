@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from celery.beat import Service
 from celery.schedules import crontab
 
 from celery_dtimer import DistributedScheduler, DistributedTimer, SettingsError
+from celery_dtimer import scheduler as scheduler_module
 from celery_dtimer.errors import StoreUnavailableError
 from celery_dtimer.scheduler import Loop, Runtime
 from celery_dtimer.store import Store
@@ -408,6 +410,29 @@ def test_without_redis_it_waits_and_closes_in_time(
 
 
 # ------------------------------------------------------------------ embedded
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_only_in_a_process_of_its_own_it_calms_the_garbage_collector(
+    make_app: MakeApp,
+    make_scheduler: MakeScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    embedded: bool,
+) -> None:
+    done: list[str] = []
+    for name in ("collect", "freeze", "set_threshold"):
+        monkeypatch.setattr(gc, name, lambda *_, name=name: done.append(name))
+    make_scheduler(make_app(), embedded=embedded).start()
+    assert done == ([] if embedded else ["collect", "freeze", "set_threshold"])
+
+
+@pytest.fixture(autouse=True)
+def leave_the_garbage_collector_alone(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These schedulers run in the tests' process, which is not theirs."""
+    if "calms_the_garbage_collector" not in request.node.name:
+        monkeypatch.setattr(scheduler_module, "_calm_garbage_collector", lambda: None)
 
 
 def test_an_embedded_scheduler_starts_and_stops_with_its_owner(make_app: MakeApp) -> None:
