@@ -650,7 +650,8 @@ def test_a_commit_pushes_what_is_published_otherwise(
         f"short{step}9": 4,
         f"routed{step}3": 4,
     }
-    assert atomic[f"{prefix}short"][0], "the queue expires"
+    if hasattr(Channel, "_get_queue_expire"):  # older ones know no expiry of queues
+        assert atomic[f"{prefix}short"][0], "the queue expires"
     seen = {message["headers"].get("seen") for _, found in atomic.values() for message in found}
     assert seen == ({"by a receiver"} if receivers else {None})
 
