@@ -655,7 +655,7 @@ def test_random_histories(redis_server: RedisServer, prefix: str, kind: type[His
     run_state_machine_as_test(
         OwnKeys,
         settings=settings(
-            max_examples=int(os.environ.get("DTIMER_HISTORIES", "30")),
+            max_examples=int(os.environ.get("DTIMER_HISTORIES", "20")),
             stateful_step_count=40,
             deadline=None,
             derandomize="CI" in os.environ,
