@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import celery
@@ -48,6 +48,8 @@ from celery_dtimer.store import Message, Target, is_passing
 from celery_dtimer.templates import Content, Pattern, Template, cut, delivery_tag, new_tags
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LONGEST_PUSH = 1024 * 1024  # bytes that one LPUSH of many messages takes
 _LONGEST_REASON = 500  # characters of an error that are kept
@@ -246,31 +248,39 @@ class Publisher:
     # -- Redis: captured messages
 
     def _built(self, run: Run) -> Message | Failure:
-        """Build one message through Celery; return why not when that fails.
+        """Build one message through Celery; return why not when that fails."""
+        kind = self._kind(run.definition)
+
+        def build() -> tuple[list[Command], Published | None]:
+            channel = self._producer.channel
+            channel.take()
+            published = self._apply(kind, run)
+            return channel.take(), published
+
+        built = self._connected(build)
+        if not isinstance(built, tuple):
+            return built
+        message = _message(*built, run)
+        self._learn(kind, run, message)
+        return message
+
+    def _connected(self, act: Callable[[], T]) -> T | Failure:
+        """Return what an act with the broker answers, or why it failed.
 
         What fails on a fresh connection too (a declaration, a look-up) is the message's own fault.
         """
         failure: BaseException
-        kind = self._kind(run.definition)
         for _ in range(2):
             down = self.connect()
             if down is not None:
                 return down
-            channel = self._producer.channel
-            channel.take()
             try:
-                published = self._apply(kind, run)
+                return act()
             except self._failures as exc:
                 failure = exc
                 self._drop()
-            except _UserCodeError as exc:
-                return RefusedError(str(exc)[:_LONGEST_REASON])
             except Exception as exc:
-                return _unsendable(exc)
-            else:
-                message = _message(channel.take(), published, run)
-                self._learn(kind, run, message)
-                return message
+                return _fault(exc)
         return _refused(failure)
 
     def _send_together(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
@@ -313,29 +323,18 @@ class Publisher:
         return outcomes
 
     def _send(self, run: Run) -> Outcome:
-        """Send one run; what fails on a fresh connection too is the message's own fault."""
-        failure: BaseException
-        for _ in range(2):
-            down = self.connect()
-            if down is not None:
-                return down
-            try:
-                published = self._apply(self._kind(run.definition), run)
-                self._wait_for_confirm()
-            except self._failures as exc:
-                failure = exc
-                self._drop()
-            except RefusedError as exc:
-                return exc
-            except _UserCodeError as exc:
-                return RefusedError(str(exc)[:_LONGEST_REASON])
-            except Exception as exc:
-                return _unsendable(exc)
-            else:
-                if published is not None:
-                    published.announce(run.definition.task)
-                return None
-        return _refused(failure)
+        """Send one run."""
+
+        def send() -> Published | None:
+            published = self._apply(self._kind(run.definition), run)
+            self._wait_for_confirm()
+            return published
+
+        sent = self._connected(send)
+        if not isinstance(sent, Published):
+            return sent
+        sent.announce(run.definition.task)
+        return None
 
     def _wait_for_confirm(self) -> None:
         """Wait until the broker has confirmed one message, where it does so.
@@ -390,10 +389,8 @@ class Publisher:
             flight.published = self._apply(kind, run)
         except self._failures as exc:
             logger.debug("The channel ended while messages were in flight: %s", exc)
-        except _UserCodeError as exc:
-            flight.outcome = RefusedError(str(exc)[:_LONGEST_REASON])
         except Exception as exc:
-            flight.outcome = _unsendable(exc)
+            flight.outcome = _fault(exc)
         flight.receipt = confirms.mark()
         return flight
 
@@ -710,7 +707,12 @@ def _failures_of(transport: Any) -> tuple[type[BaseException], ...]:
     )
 
 
-def _unsendable(exc: Exception) -> UnsendableError:
+def _fault(exc: Exception) -> RefusedError | UnsendableError:
+    """Return what a failure that is not the broker's makes of its message."""
+    if isinstance(exc, RefusedError):
+        return exc
+    if isinstance(exc, _UserCodeError):
+        return RefusedError(str(exc)[:_LONGEST_REASON])
     text = f"its message can not be built: {type(exc).__name__}: {exc}"
     return UnsendableError(text[:_LONGEST_REASON])
 

@@ -136,23 +136,20 @@ class Loop:
             self._sent, self._say_sent_at = 0, now + 1.0
 
     def _after(self, done: Pass) -> float:
-        if done.broker_down:
+        is_heard = bool(done.sent or done.postponed)
+        if done.broker_down or not (
+            is_heard or not self._broker_failures or self._reaches_broker()
+        ):
             self._broker_failures += 1
             if self._broker_failures == 1:
                 logger.error("The broker does not answer: runs wait for it")
                 self._membership.report_broker(False)
             return self._backing_off(self._broker_failures)
-        is_known = bool(done.sent or done.postponed)
-        if self._broker_failures and not is_known:
-            is_known = self._reaches_broker()
-            if not is_known:
-                self._broker_failures += 1
-                return self._backing_off(self._broker_failures)
-        if is_known:
-            if self._broker_failures:
-                logger.info("The broker answers again")
+        if self._broker_failures:
+            logger.info("The broker answers again")
+        if self._broker_failures or is_heard:
             self._membership.report_broker(True)
-            self._broker_failures = 0
+        self._broker_failures = 0
         if done.more:
             return self._waiting(0.0)
         next_in = self._longest_wait if done.next_in is None else done.next_in

@@ -6,11 +6,9 @@
 -- Worst case: O(instances + limit log timers).
 
 local id = ARGV[2]
-if not holds_epoch(id, ARGV[3]) then
-  return FENCED
-end
-if not may_move(id) then
-  return BUSY
+local hindered = hindrance(id, ARGV[3])
+if hindered then
+  return hindered
 end
 local takers = {}
 for _, instance in ipairs(candidates()) do
@@ -23,10 +21,6 @@ if #takers == 0 then
 end
 local moved = hand_over(id, takers, tonumber(ARGV[4]))
 local more = redis.call('ZCARD', key('instance_timers', id)) > 0 and 1 or 0
-if more == 1 then
-  hold_mover(id)
-elseif moved > 0 then
-  release_mover()
-end
+keep_mover(id, moved, more)
 send_wake_ups()
 return {moved, more}

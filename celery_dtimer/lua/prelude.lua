@@ -198,23 +198,26 @@ local function bury(id)
   redis.call('HINCRBY', META, 'members', 1)
 end
 
+-- Take a timer from one instance and give it to the one that choose() answers. A member without an active timer is dropped.
+local function move(id, at, source, choose)
+  local status = fields(key('timer', id), 'status')[1]
+  redis.call('ZREM', source, id)
+  if status == 'active' then
+    assign(id, at, choose())
+  elseif status then
+    redis.call('ZREM', QUEUE, id)
+  else
+    bury(id)
+  end
+end
+
 -- Move up to `limit` timers, soonest due first, from one instance to those of `found`; answers how many left the source.
--- A member without a timer is dropped.
 local function hand_over(from, found, limit)
   local source = key('instance_timers', from)
   local rows = redis.call('ZRANGE', source, 0, limit - 1, 'WITHSCORES')
   local choose = placement(found)
   for i = 1, #rows, 2 do
-    local id, at = rows[i], rows[i + 1]
-    local status = fields(key('timer', id), 'status')[1]
-    redis.call('ZREM', source, id)
-    if status == 'active' then
-      assign(id, at, choose())
-    elseif status then
-      redis.call('ZREM', QUEUE, id)
-    else
-      bury(id)
-    end
+    move(rows[i], rows[i + 1], source, choose)
   end
   return #rows / 2
 end
@@ -276,12 +279,21 @@ local function may_move(id)
   return not row[1] or row[1] == id or left <= 0 or left > MOVER_MS
 end
 
-local function hold_mover(id)
-  redis.call('HSET', META, 'mover', id, 'mover_until', whole(NOW + MOVER_MS))
+-- Why an instance may not move timers now: FENCED or BUSY, or nil.
+local function hindrance(id, epoch)
+  if not holds_epoch(id, epoch) then
+    return FENCED
+  end
+  return not may_move(id) and BUSY or nil
 end
 
-local function release_mover()
-  redis.call('HDEL', META, 'mover', 'mover_until')
+-- Keep the mover while more is to be moved, and leave it to others after the last timer.
+local function keep_mover(id, moved, more)
+  if more == 1 then
+    redis.call('HSET', META, 'mover', id, 'mover_until', whole(NOW + MOVER_MS))
+  elseif moved > 0 then
+    redis.call('HDEL', META, 'mover', 'mover_until')
+  end
 end
 
 -- The other registered instances that own timers, with the moment of the first of them, the most overdue first.

@@ -7,11 +7,9 @@
 -- Worst case: O(instances + limit log timers).
 
 local id, limit = ARGV[2], tonumber(ARGV[4])
-if not holds_epoch(id, ARGV[3]) then
-  return FENCED
-end
-if not may_move(id) then
-  return BUSY
+local hindered = hindrance(id, ARGV[3])
+if hindered then
+  return hindered
 end
 forgive_silence()
 
@@ -36,10 +34,6 @@ for _, from in ipairs(dead) do
     table.insert(reaped, from)
   end
 end
-if more == 1 then
-  hold_mover(id)
-elseif moved > 0 then
-  release_mover()
-end
+keep_mover(id, moved, more)
 send_wake_ups()
 return {moved, more, next_expiry(id), unpack(reaped)}

@@ -9,11 +9,9 @@
 
 local IMMINENT = 20
 local id, drift, limit, late = ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), NOW - tonumber(ARGV[6])
-if not holds_epoch(id, ARGV[3]) then
-  return FENCED
-end
-if not may_move(id) then
-  return BUSY
+local hindered = hindrance(id, ARGV[3])
+if hindered then
+  return hindered
 end
 local live = candidates()
 if #live < 2 then
@@ -67,10 +65,8 @@ for _, donor in ipairs(live) do
   end
 end
 local more = moved < surplus and 1 or 0
-if moved > 0 and more == 1 then
-  hold_mover(id)
-elseif moved > 0 then
-  release_mover()
+if moved > 0 then
+  keep_mover(id, moved, more)
 end
 send_wake_ups()
 return {moved, more}

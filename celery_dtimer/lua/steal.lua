@@ -9,11 +9,9 @@
 
 local id, limit = ARGV[2], tonumber(ARGV[5])
 local late = whole(NOW - tonumber(ARGV[4]))
-if not holds_epoch(id, ARGV[3]) then
-  return FENCED
-end
-if not may_move(id) then
-  return BUSY
+local hindered = hindrance(id, ARGV[3])
+if hindered then
+  return hindered
 end
 local caller = fields(key('instance', id), 'status', 'broker')
 if caller[1] ~= 'active' or caller[2] == 'down' then
@@ -28,17 +26,8 @@ local function in_flight(instance)
   return found, count
 end
 
--- As hand_over: a member without an active timer is dropped.
-local function take(timer, at, source)
-  local status = fields(key('timer', timer), 'status')[1]
-  redis.call('ZREM', source, timer)
-  if status == 'active' then
-    assign(timer, at, id)
-  elseif status then
-    redis.call('ZREM', QUEUE, timer)
-  else
-    bury(timer)
-  end
+local function caller_itself()
+  return id
 end
 
 -- Answers how many left the instance, and how many more may be taken.
@@ -53,7 +42,7 @@ local function take_from(instance)
     if spared[rows[i]] then
       left = left - 1
     elseif moved < wanted then
-      take(rows[i], rows[i + 1], source)
+      move(rows[i], rows[i + 1], source, caller_itself)
       moved, left = moved + 1, left - 1
     end
   end
