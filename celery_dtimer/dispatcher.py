@@ -14,15 +14,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from celery_dtimer import policy
+from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
 from celery_dtimer.faults import point
-from celery_dtimer.model import Definition, Lease, Run, decode_definition
+from celery_dtimer.model import Definition, Lease, Run
 from celery_dtimer.publisher import (
     BrokerDownError,
     Failure,
@@ -49,18 +50,14 @@ from celery_dtimer.store import (
 
 logger = logging.getLogger(__name__)
 
-_CACHED_DEFINITIONS = 150_000
-_CACHED_BYTES = 64 * 1024 * 1024  # of definitions as they are stored
 _LACKING_MS = 1000  # until another instance looks at a timer whose code this one lacks
 _COMMIT_TRIES = 2  # the second is for a reply that was lost
 _LONGEST_PASS = 0.25  # seconds after which a pass that finds more and more ends
 _COMMIT_BYTES = 1024 * 1024  # of messages that one commit pushes, so that its script stays short
+_FORESEEN = 100  # timers that are looked at before they come due, at once,
+_FORESEEING = 0.0003  # each in so many seconds, generously
 _AHEAD = 8  # timers that are told before they come due, and so go out without being read first
 _STOLEN = 100  # timers that are taken over at once from an instance that lags
-
-
-class LackingError(InvalidTimerError):
-    """A timer needs code that this instance does not have: it goes to another."""
 
 
 class Broker(Protocol):
@@ -71,6 +68,9 @@ class Broker(Protocol):
 
     def build(self, runs: Sequence[Run]) -> list[Message | Failure]:
         """Return each run's message; the answer is shorter when the broker is down."""
+
+    def expect(self, runs: Sequence[Run]) -> None:
+        """Get ready for such runs; nothing is sent."""
 
 
 class Mode(Protocol):
@@ -162,14 +162,12 @@ class Dispatcher:
         """
         self._store = store
         self._broker = broker
-        self._bound = bound
         self._may_send = may_send
         self._mode: Mode = mode or Confirmed()
         self._on_progress = on_progress
         self._clock = clock
         self._limit = store.settings.batch_size
-        self._definitions: OrderedDict[str, tuple[str, Definition, int]] = OrderedDict()
-        self._cached_bytes = 0
+        self._definitions = Definitions(store, bound)
         self._sequence = 0
         self._unsettled: list[Settlement] = []
         self._link: Link | None = None  # of what is not settled
@@ -194,11 +192,15 @@ class Dispatcher:
         started = self._clock()
         link = self._mode.link()
         turn = self._told_ahead(last, link) or self._read(lease, link)
-        following = self._dispatch(lease, turn, link, tally, started + _LONGEST_PASS)
+        try:
+            following = self._dispatch(lease, turn, link, tally, started + _LONGEST_PASS)
+        finally:
+            with contextlib.suppress(StoreUnavailableError):  # whatever ended the pass matters more
+                self._definitions.receive()
         has_helped = following is not None and self._help(lease, following)
         self._last = following
         if following is not None:
-            self._definitions_of(following.ahead)  # read before they come due
+            self._definitions.of(following.ahead)  # read before they come due
         counts = tally.counts
         return Pass(
             sent=counts["run"],
@@ -208,6 +210,27 @@ class Dispatcher:
             next_in=None if following is None else self._seconds_to_next(following),
             broker_down=tally.broker_down,
         )
+
+    def look_ahead(self, lease: Lease, seconds: float) -> bool:
+        """Use spare time for timers that come due soon; say whether more of them are left.
+
+        Raises:
+            StoreError: Redis did not answer, or refused.
+        """
+        limit = min(_FORESEEN, int(seconds / _FORESEEING))
+        if self._last is None or not limit:
+            return False
+        now_ms = int(self._now(self._last))
+        found = self._definitions.look_ahead(lease.instance, now_ms, limit)
+        if found and self._mode.link() is not None:
+            service = self._store.settings.service
+            self._broker.expect(
+                [
+                    Run(service, lease.instance, each.id, each.id, now_ms, now_ms, 1, each)
+                    for each in found
+                ]
+            )
+        return found is not None
 
     def settle(self, lease: Lease) -> None:
         """Commit what was published and not committed yet."""
@@ -292,6 +315,7 @@ class Dispatcher:
                     break  # what was prepared is not pushed: it is read anew
                 turn = following
                 waiting += _without(turn.timers, (*batch, *waiting))
+            self._definitions.request(waiting[: self._limit])
             self._begin(lease, settled, link, len(waiting))
             if not waiting or not is_whole:
                 following = self._settle(lease, tally)
@@ -320,7 +344,7 @@ class Dispatcher:
         Returns:
             what is to be committed, and whether that is all of the batch.
         """
-        definitions = self._definitions_of(timers)
+        definitions = self._definitions.of(timers)
         settled: list[Settlement] = []
         planned: list[Settlement] = []
         for timer in timers:
@@ -484,54 +508,6 @@ class Dispatcher:
         else:
             yield Settlement(timer, "refused", delay_ms=_delay_ms(timer))
 
-    # -- definitions
-
-    def _definitions_of(
-        self, timers: Sequence[DueTimer]
-    ) -> dict[str, Definition | InvalidTimerError | None]:
-        """Return each timer's definition, why it has no usable one, or None when it is gone."""
-        found: dict[str, Definition | InvalidTimerError | None] = {}
-        unknown: list[DueTimer] = []
-        for timer in timers:
-            cached = self._definitions.get(timer.id)
-            if timer.is_readable and cached is not None and cached[0] == timer.revision:
-                found[timer.id] = cached[1]
-                self._definitions.move_to_end(timer.id)
-            else:
-                unknown.append(timer)
-        readable = [timer for timer in unknown if timer.is_readable]
-        blobs = self._store.definitions([timer.id for timer in readable])
-        read = {
-            timer.id: self._decoded(timer, blob)
-            for timer, blob in zip(readable, blobs, strict=True)
-        }
-        for timer in unknown:
-            found[timer.id] = read.get(timer.id, _unreadable(timer))
-        return found
-
-    def _decoded(self, timer: DueTimer, blob: str | None) -> Definition | InvalidTimerError:
-        if blob is None:
-            return InvalidTimerError("its definition is gone")
-        try:
-            definition = decode_definition(blob)
-        except InvalidTimerError as exc:
-            return exc
-        if definition.code_bound:
-            return self._bound.get(definition.name) or LackingError(
-                "its arguments are in code that this instance lacks"
-            )
-        if not timer.parent:
-            self._cache(timer, definition, len(blob))
-        return definition
-
-    def _cache(self, timer: DueTimer, definition: Definition, size: int) -> None:
-        replaced = self._definitions.pop(timer.id, None)
-        self._definitions[timer.id] = (timer.revision, definition, size)
-        self._cached_bytes += size - (replaced[2] if replaced else 0)
-        while len(self._definitions) > _CACHED_DEFINITIONS or self._cached_bytes > _CACHED_BYTES:
-            _, (_, _, dropped) = self._definitions.popitem(last=False)
-            self._cached_bytes -= dropped
-
 
 def _without(timers: Sequence[DueTimer], known: Iterable[DueTimer]) -> list[DueTimer]:
     """Return each timer once, without the known: those were not committed when it was read."""
@@ -549,12 +525,6 @@ def _first_of(settlements: list[Settlement]) -> list[Settlement]:
             if size > _COMMIT_BYTES and count:
                 return settlements[:count]
     return settlements[:]
-
-
-def _unreadable(timer: DueTimer) -> InvalidTimerError | None:
-    return (
-        InvalidTimerError("its stored state can not be read") if timer.status == "active" else None
-    )
 
 
 def _decide(

@@ -144,17 +144,34 @@ class Publisher:
                 break
         return built
 
+    def expect(self, runs: Sequence[Run]) -> None:
+        """Make the templates of timers that are to run, as far as they are to have some."""
+        if not self.is_capturing or not self._uses_templates():
+            return
+        self._app.set_current()
+        for run in runs:
+            kind = self._kind(run.definition)
+            if not kind.is_known and not _is_lazy(run.definition):
+                self._built(run)  # and not sent: the kind learns from it
+            self._template(run.timer_id, run.definition)
+
     def _rendered(self, run: Run, tag: str) -> Message | None:
         """Return a run's message from its timer's template, None when it has none."""
-        found = self._templates.get(run.definition)
+        found = self._template(run.timer_id, run.definition)
         if found is None:
-            kind = self._kind(run.definition)
-            template = kind.template(run)
-            if template is None:
-                return None
-            found = self._templates[run.definition] = (kind.targets, template)
+            return None
         targets, template = found
         return Message(targets, (template.render(run, tag),))
+
+    def _template(self, timer_id: str, definition: Definition) -> tuple[Any, Template] | None:
+        found = self._templates.get(definition)
+        if found is None:
+            kind = self._kind(definition)
+            template = kind.template(timer_id, definition)
+            if template is None:
+                return None
+            found = self._templates[definition] = (kind.targets, template)
+        return found
 
     def close(self) -> None:
         """End the connection; the next run opens a new one."""
@@ -580,17 +597,17 @@ class _Kind:
         ):
             self._is_right = False
 
-    def template(self, run: Run) -> Template | None:
-        """Return the template of a run's timer, None when Celery is to build its messages."""
-        if not self._is_right or self._pattern is None or _is_lazy(run.definition):
+    def template(self, timer_id: str, definition: Definition) -> Template | None:
+        """Return the template of a timer, None when Celery is to build its messages."""
+        if not self._is_right or self._pattern is None or _is_lazy(definition):
             return None
         try:
             if getattr(self._task, "typing", False):
-                self._task.__header__(*run.definition.args, **run.definition.kwargs)
-            return self._pattern.fill(run.timer_id, run.definition)
+                self._task.__header__(*definition.args, **definition.kwargs)
+            return self._pattern.fill(timer_id, definition)
         except Exception as exc:
             # Whatever it is, Celery's own path meets it too, and says whose fault it is.
-            logger.debug("No template for %s: %r", run.definition.name, exc)
+            logger.debug("No template for %s: %r", definition.name, exc)
             return None
 
     @property

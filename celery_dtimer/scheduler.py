@@ -108,6 +108,17 @@ class Loop:
         self._say_sent(lease, done.sent)
         return self._after(done)
 
+    def look_ahead(self, seconds: float) -> bool:
+        """Use spare time for timers that come due soon; say whether there is more to do."""
+        lease = self._membership.lease
+        if lease is None or self._store_failures or self._broker_failures:
+            return False
+        try:
+            return self._dispatcher.look_ahead(lease, seconds)
+        except DistributedTimerError as exc:  # the next turn meets it too, if it lasts
+            logger.debug("No look at what comes due soon: %s", exc)
+            return False
+
     def settle(self, lease: Lease) -> None:
         """Commit what was published and not committed yet."""
         self._dispatcher.settle(lease)
@@ -278,9 +289,12 @@ class Runtime:
         try:
             while not self._stopped.is_set():
                 self._woken.clear()
-                wait = self._loop.step()
-                if wait > 0:
-                    self._woken.wait(wait)
+                until = time.monotonic() + self._loop.step()
+                while not self._woken.is_set():
+                    spare = until - time.monotonic()
+                    if spare <= 0 or not self._loop.look_ahead(spare):
+                        break
+                self._woken.wait(max(0.0, until - time.monotonic()))
             lease = self._membership.lease
             if lease is not None:
                 self._loop.settle(lease)

@@ -607,11 +607,23 @@ def _encode_zone(timezone: str) -> dict[str, Any]:
 
 
 def decode(data: Any) -> Schedule:
-    """Return the rule that `Schedule.encode` has written.
+    """Return the rule that `Schedule.encode` has written; equal ones are mostly one object.
 
     Raises:
         InvalidTimerError: If the data is anything else.
     """
+    try:
+        return _decoded(**data)
+    except TypeError:  # no object; or with a list in it, which no cache takes
+        return _decode(data)
+
+
+@lru_cache(maxsize=4096, typed=True)  # 1.0 is no interval, though it equals 1
+def _decoded(**data: Any) -> Schedule:
+    return _decode(data)
+
+
+def _decode(data: Any) -> Schedule:
     known = data if isinstance(data, dict) else {}
     relative, tz = known.get("relative", False), known.get("tz", "UTC")
     match known:

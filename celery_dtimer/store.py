@@ -14,6 +14,7 @@ import random
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -402,32 +403,36 @@ class Store:
                 self._client.connection_pool.disconnect(inuse_connections=False)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        keys_and_arguments = self._arguments(arguments)
-        with self._errors():
-            try:
-                answer = self.client.evalsha(scripts()[name], 2, *keys_and_arguments)
-            except NoScriptError:
-                answer = self.client.eval(script_source(name), 2, *keys_and_arguments)
-        return _unless_fenced(name, answer)
+        return self._begin(name, *arguments)()
 
     def _begin(self, name: str, *arguments: Any) -> Callable[[], Any]:
         """Send the call of a script; return what waits for its answer."""
         keys_and_arguments = self._arguments(arguments)
-        with self._errors():
-            client = self.client
-            connection = _connection_of(client.connection_pool)
-            with _released_on_failure(client, connection):
-                connection.send_command("EVALSHA", scripts()[name], 2, *keys_and_arguments)
+        answer = self._send("EVALSHA", scripts()[name], 2, *keys_and_arguments)
 
         def finish() -> Any:
             with self._errors():
                 try:
-                    with _released_on_failure(client, connection):
-                        answer = connection.read_response()
-                    client.connection_pool.release(connection)
+                    value = answer()
                 except NoScriptError:
-                    answer = client.eval(script_source(name), 2, *keys_and_arguments)
-            return _unless_fenced(name, answer)
+                    value = self.client.eval(script_source(name), 2, *keys_and_arguments)
+            return _unless_fenced(name, value)
+
+        return finish
+
+    def _send(self, *command: Any) -> Callable[[], Any]:
+        """Send a command; return what waits for its answer, and raises redis-py's errors."""
+        with self._errors():
+            client = self.client
+            connection = _connection_of(client.connection_pool)
+            with _released_on_failure(client, connection):
+                connection.send_command(*command)
+
+        def finish() -> Any:
+            with _released_on_failure(client, connection):
+                answer = connection.read_response()
+            client.connection_pool.release(connection)
+            return answer
 
         return finish
 
@@ -634,11 +639,41 @@ class Store:
 
     def definitions(self, ids: Sequence[str]) -> list[str | None]:
         """Return the stored definition of each id; None for one that is not there."""
-        found: list[str | None] = []
-        for batch in _chunks(ids, BATCH):
+        return [blob for batch in _chunks(ids, BATCH) for blob in self.begin_definitions(batch)()]
+
+    def begin_definitions(self, ids: Sequence[str]) -> Callable[[], list[str | None]]:
+        """Ask for the definitions of some ids; return what waits for them."""
+        answer = self._send("MGET", *(self.keys("timer_definition", id) for id in ids))
+
+        def finish() -> list[str | None]:
             with self._errors():
-                found += self.client.mget([self.keys("timer_definition", id) for id in batch])
-        return found
+                found: list[str | None] = answer()
+            return found
+
+        return finish
+
+    def coming(
+        self, instance: str, from_ms: int, until_ms: int, skip: int, limit: int
+    ) -> tuple[int, list[tuple[str, int]]]:
+        """Return ids of an instance's timers that come due in a time, with their moments.
+
+        Args:
+            instance: owns them.
+            from_ms: the first moment.
+            until_ms: the last moment.
+            skip: so many of the first are left out.
+            limit: how many to return at most.
+
+        Returns:
+            how many of its timers come due before that time, and those of it.
+        """
+        own = self.keys("instance_timers", instance)
+        with self._errors():
+            pipe = self.client.pipeline(transaction=False)
+            pipe.zcount(own, "-inf", f"({from_ms}")
+            pipe.zrangebyscore(own, from_ms, until_ms, skip, limit, withscores=True)
+            before, found = pipe.execute()
+        return before, [(id, int(at)) for id, at in found]
 
     # -- timers
 
@@ -686,63 +721,96 @@ class Store:
             )
 
         changed = 0
-        for batch in _sized_chunks(definitions):
-            now_ms = self.now_ms() if any(map(policy.needs_time, batch)) else 0
-            changed += self._write(batch, arm, static_source, now_ms)
+        writing: deque[Callable[[], int]] = deque()
+
+        def finish_first() -> int:
+            written = writing.popleft()()
             on_batch()
+            return written
+
+        try:
+            for batch in _sized_chunks(definitions):
+                now_ms = self.now_ms() if any(map(policy.needs_time, batch)) else 0
+                writing.append(self._begin_write(batch, arm, static_source, now_ms))
+                if len(writing) > 1:  # the server works on one batch while the next is made
+                    changed += finish_first()
+        finally:
+            while writing:
+                changed += finish_first()
         return changed
 
     def save_broken(self, entries: Mapping[str, tuple[str, str]], *, source: str) -> None:
         """List entries that could not be read: name to what is known of it and the reason."""
         unread = [_BrokenEntry(name, *entry) for name, entry in entries.items()]
         for batch in _chunks(unread, _UPSERTS):
-            self._write(batch, _BrokenEntry.arm, encode_name(source))
+            self._begin_write(batch, _BrokenEntry.arm, encode_name(source))()
 
     def replace(self, state: TimerState, definition: Definition) -> bool:
         """Give a timer another definition; return False when it is not in this state any more."""
         now_ms = self.now_ms() if policy.needs_time(definition) else 0
         arming = policy.arm(definition, state, now_ms)
-        return arming is None or not self._upsert([(definition, state, arming)], state.source)[1]
+        return (
+            arming is None
+            or not self._begin_upsert([(definition, state, arming)], state.source)()[1]
+        )
 
-    def _write(
+    def _begin_write(
         self,
         batch: Sequence[_Stored],
         arm: Callable[[_Stored, TimerState | None, int], policy.Arming | None],
         source: str,
         now_ms: int = 0,
-    ) -> int:
-        """Write a batch as ``arm`` says; return how many were written.
+    ) -> Callable[[], int]:
+        """Send a batch as ``arm`` says; return what waits for it, and says how many were written.
 
         Each is tried as new first: most are, and the answer tells what is stored of the others.
         """
-        changed = 0
-        read: Iterable[tuple[_Stored, TimerState | None]] = [(each, None) for each in batch]
-        for _ in attempts(batch[0].name):
-            rows = [
+
+        def armed(
+            read: Iterable[tuple[_Stored, TimerState | None]], at_ms: int
+        ) -> list[tuple[_Stored, TimerState | None, policy.Arming]]:
+            return [
                 (each, state, arming)
                 for each, state in read
-                if (arming := arm(each, state, now_ms)) is not None
+                if (arming := arm(each, state, at_ms)) is not None
             ]
-            if not rows:
-                break
-            now_ms, refused = self._upsert(rows, source)
-            changed += len(rows) - len(refused)
-            read = [(rows[place][0], state) for place, state in refused.items()]
-            if not read:
-                break
-        return changed
 
-    def _upsert(
+        rows = armed(((each, None) for each in batch), now_ms)
+        answer = self._begin_upsert(rows, source)
+
+        def finish() -> int:
+            changed, written, waiting = 0, rows, answer
+            for _ in attempts(batch[0].name):
+                at_ms, refused = waiting()
+                changed += len(written) - len(refused)
+                read = [(written[place][0], state) for place, state in refused.items()]
+                written = armed(read, at_ms)
+                if not written:
+                    break
+                waiting = self._begin_upsert(written, source)
+            return changed
+
+        return finish
+
+    def _begin_upsert(
         self, rows: Sequence[_Row], source: str
-    ) -> tuple[int, dict[int, TimerState | None]]:
-        """Return the server's time, and the state of each timer that is not as it was read."""
+    ) -> Callable[[], tuple[int, dict[int, TimerState | None]]]:
+        """Send rows; return what waits for the answer.
+
+        That is the server's time, and the state of each timer that is not as it was read.
+        """
         arguments = [text for row in rows for text in _upsert_arguments(*row)]
-        now_ms, *refused = self._call("upsert", source, *arguments)
-        hashes = zip(refused[::2], refused[1::2], strict=True)
-        return now_ms, {
-            place: _state(rows[place][0].id, dict(zip(flat[::2], flat[1::2], strict=True)))
-            for place, flat in hashes
-        }
+        answer = self._begin("upsert", source, *arguments)
+
+        def finish() -> tuple[int, dict[int, TimerState | None]]:
+            now_ms, *refused = answer()
+            hashes = zip(refused[::2], refused[1::2], strict=True)
+            return now_ms, {
+                place: _state(rows[place][0].id, dict(zip(flat[::2], flat[1::2], strict=True)))
+                for place, flat in hashes
+            }
+
+        return finish
 
     def states(self, ids: Sequence[str]) -> tuple[int, list[TimerState | None]]:
         """Return the server's time and each timer's state; None for one that is not there."""

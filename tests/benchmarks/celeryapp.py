@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from functools import cache
 from typing import Any
 
 from celery import Celery
@@ -48,6 +49,12 @@ def celery_schedule(entry: Entry) -> schedule | crontab:
     """Return an entry's schedule as Celery writes it."""
     if entry.every:
         return schedule(timedelta(seconds=entry.every), app=app)
+    return once_a_year()
+
+
+@cache
+def once_a_year() -> crontab:
+    """Return the rule of all entries that are not due: Celery takes long to make one."""
     return crontab(minute="0", hour="0", day_of_month="1", month_of_year="1", app=app)
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import redis
@@ -1000,3 +1000,60 @@ def test_a_backlog_does_not_hold_up_what_comes_due_now(
     sent = Counter(itertools.chain(*batches))
     assert (len(sent), set(sent.values())) == (2022, {1})
     assert batches[0][50:] == [f"t{n}" for n in range(50)], "the others go in their order"
+
+
+def test_what_was_looked_at_before_is_neither_read_nor_built_anew(
+    beat: Beat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat.service.add_many(5)
+    beat.step()
+    while beat.dispatcher.look_ahead(beat.lease, 1.0):
+        pass
+    assert names(beat) == []
+    beat.service.clock.advance(11)
+    monkeypatch.setattr(beat.publisher, "_apply", lambda *_: pytest.fail("Celery is asked"))
+    monkeypatch.setattr(Store, "begin_definitions", lambda *_: pytest.fail("read again"))
+    assert beat.step().sent == 5
+    assert names(beat) == [f"t{number}" for number in range(5)]
+
+
+def test_definitions_are_asked_for_before_the_commit_that_they_would_wait_for(
+    make_app: MakeApp, make_service: MakeService, make_beat: MakeBeat, monkeypatch: Any
+) -> None:
+    beat = make_beat(make_app(), make_service(batch_size=2))
+    beat.service.add_many(4)
+    beat.service.clock.advance(11)
+    calls: list[str] = []
+    for name in ("begin_definitions", "begin_commit"):
+        monkeypatch.setattr(Store, name, _noting(getattr(Store, name), calls))
+    assert beat.step().sent == 4
+    assert calls == ["begin_definitions", "begin_definitions", "begin_commit", "begin_commit"]
+
+
+def test_a_pass_that_fails_leaves_no_request_behind(
+    make_app: MakeApp, make_service: MakeService, make_beat: MakeBeat, monkeypatch: Any
+) -> None:
+    beat = make_beat(make_app(), make_service(batch_size=2))
+    beat.service.add_many(4)
+    beat.service.clock.advance(11)
+
+    def begin_commit(*args: Any, **kwargs: Any) -> NoReturn:
+        raise FencedError("after the definitions of the next batch were asked for")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "begin_commit", begin_commit)
+        with pytest.raises(FencedError):
+            beat.step()
+    beat.register()
+    assert beat.step().sent == 4
+    assert len(names(beat)) == 4
+    pool = beat.store.client.connection_pool
+    assert not pool._in_use_connections
+
+
+def _noting(method: Any, calls: list[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(method.__name__)
+        return method(*args, **kwargs)
+
+    return call

@@ -14,7 +14,12 @@ from celery_dtimer import consistency, policy, schedules
 from celery_dtimer.dispatcher import Dispatcher, Pass
 from celery_dtimer.errors import FencedError, StoreError, StoreUnavailableError
 from celery_dtimer.model import Definition, Lease, Run
-from celery_dtimer.publisher import BrokerDownError, Outcome, RefusedError, UnsendableError
+from celery_dtimer.publisher import (
+    BrokerDownError,
+    Outcome,
+    RefusedError,
+    UnsendableError,
+)
 from celery_dtimer.store import Store
 from tests.conftest import FreshRedis
 from tests.integration.conftest import START_MS, MakeService, Service
@@ -29,6 +34,7 @@ class Broker:
 
     def __init__(self) -> None:
         self.sent: list[Run] = []
+        self.expected: list[Run] = []
         self.answers: dict[str, Outcome] = {}
         self.on_send: Callable[[Run], None] = lambda run: None
 
@@ -46,6 +52,10 @@ class Broker:
             elif isinstance(outcome, BrokerDownError):
                 break
         return outcomes
+
+    def expect(self, runs: Sequence[Run]) -> None:
+        """Remember what is expected."""
+        self.expected += runs
 
     def slots(self, name: str = "timer") -> list[float]:
         """Return when the runs of a timer were scheduled, in seconds after the start."""
@@ -773,3 +783,29 @@ def test_one_line_is_logged_of_each_run_at_debug(
         beat.step()
     (line,) = [line for line in caplog.messages if line.startswith("Sent")]
     assert timer.name in line
+
+
+# ------------------------------------------------------------------ time to spare
+
+
+def test_spare_time_is_for_what_comes_due_soon(
+    beat: Beat, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat.service.add_many(3)
+    assert not beat.dispatcher.look_ahead(beat.lease, 1.0)  # before the first turn
+    beat.step()
+    assert not beat.dispatcher.look_ahead(beat.lease, 0.0001)  # that is no time to spare
+    assert beat.dispatcher.look_ahead(beat.lease, 1.0)
+    assert not beat.dispatcher.look_ahead(beat.lease, 1.0)  # nothing is left
+    assert broker.expected == []  # what is published first comes from no template
+    losing(monkeypatch, "begin_definitions", ["request"])
+    beat.service.clock.advance(11)
+    assert beat.step().sent == 3
+
+
+def test_an_outage_in_spare_time_is_told(beat: Beat, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat.service.add()
+    beat.step()
+    losing(monkeypatch, "coming", ["reply"])
+    with pytest.raises(StoreUnavailableError):
+        beat.dispatcher.look_ahead(beat.lease, 1.0)

@@ -22,6 +22,7 @@ from celery.schedules import crontab
 
 from celery_dtimer import DistributedScheduler, DistributedTimer, SettingsError
 from celery_dtimer import scheduler as scheduler_module
+from celery_dtimer.definitions import Definitions
 from celery_dtimer.errors import StoreUnavailableError
 from celery_dtimer.scheduler import Loop, Runtime
 from celery_dtimer.store import Store
@@ -394,6 +395,45 @@ def test_a_loop_that_fails_ends_the_beat_with_its_error(
     with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="a fault"):
         tick_for_ever(scheduler)
     assert "The dispatch loop has failed" in caplog.text
+
+
+def test_a_running_beat_looks_at_what_comes_due_soon(
+    make_app: MakeApp, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app()
+    DistributedTimer(app).create_timer("a", 20, "record")
+    seen: list[str] = []
+    look_ahead = Definitions.look_ahead
+
+    def noting(definitions: Definitions, *args: Any) -> Any:
+        found = look_ahead(definitions, *args)
+        seen.extend(each.name for each in found or ())
+        return found
+
+    monkeypatch.setattr(Definitions, "look_ahead", noting)
+    make_scheduler(app).start()
+    wait_until(lambda: seen == ["a"], "a look")
+
+
+def test_a_look_ahead_that_fails_stops_nothing(
+    make_app: MakeApp,
+    make_scheduler: MakeScheduler,
+    read_queue: ReadQueue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app, failures = make_app(), []
+
+    def fails(*args: Any) -> Any:
+        failures.append(args)
+        raise StoreUnavailableError("no answer")
+
+    monkeypatch.setattr(Store, "coming", fails)
+    timers, reader = DistributedTimer(app), read_queue(app)
+    timers.create_timer("a", 20, "record")
+    make_scheduler(app).start()
+    wait_until(lambda: len(failures) >= 2, "looks")
+    timers.create_timer("b", datetime.now(timezone.utc), "record")
+    wait_until(lambda: len(reader.ledger) == 1, "the run")
 
 
 def test_without_redis_it_waits_and_closes_in_time(

@@ -19,6 +19,7 @@ from celery_dtimer.store import Message
 from celery_dtimer.templates import delivery_tag
 from tests.conftest import MakeApp
 from tests.integration.test_publisher import MakePublisher, a_task, make_publisher, run_of
+from tests.servers import RedisServer
 
 __all__ = ["make_publisher"]
 
@@ -256,3 +257,35 @@ def test_arguments_that_the_task_does_not_take_are_found_with_a_template_too(
     teach(publisher, task="strict", args=[1])
     (refusal,) = publisher.build([run_of(3, task="strict", args=[1, 2])])
     assert "takes" in str(refusal)
+
+
+def test_templates_are_ready_for_what_is_expected(
+    publishers: Any, redis_server: RedisServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, publisher, full = publishers()
+    a_task(app, "registered")
+    runs = [run_of(number, task="registered") for number in (1, 2, 3)]
+    assert publisher.connect() is None
+    publisher.expect(runs)
+    assert all(uses_template(publisher, run) for run in runs[1:])
+    assert not redis_server.client.exists(prefix + "queue")
+    expected = [built(full, run) for run in runs[1:]]
+    monkeypatch.setattr(publisher, "_built", lambda run: pytest.fail("Celery is asked"))
+    assert [built(publisher, run) for run in runs[1:]] == expected
+
+
+def test_nothing_is_got_ready_where_messages_are_built_one_by_one(
+    publishers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _app, publisher, full = publishers()
+    runs = [
+        run_of(1, stored=False, args=[BeatLazyFunc(lambda: 1)]),
+        run_of(2, options={"expires": 10}),
+    ]
+    for each in (publisher, full):
+        monkeypatch.setattr(each, "_built", lambda run: pytest.fail("built"))
+        each.expect(runs)  # not connected
+        assert each.connect() is None
+        each.expect(runs)
+    full.expect([run_of(3)])
+    assert not publisher._templates

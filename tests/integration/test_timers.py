@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import Any, NoReturn
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -339,6 +339,37 @@ def test_ten_thousand_timers_are_created_and_listed(timers: Timers) -> None:
     assert timers.pending_count() == 10_000
     assert len(timers.get_timers()) == 10_000
     assert timers.get_timer("t9999").status == "active"
+
+
+@pytest.mark.parametrize("broken", [2, 3])
+@pytest.mark.parametrize("when", ["sent", "answered"])
+def test_a_batch_that_fails_lets_those_on_their_way_arrive(
+    timers: Timers, monkeypatch: pytest.MonkeyPatch, broken: int, when: str
+) -> None:
+    wanted = [{**GOOD, "name": f"t{number}"} for number in range(300)]
+    begin, calls = Store._begin, []
+
+    def lose(store: Store, name: str, *arguments: Any) -> Any:
+        calls.append(name)
+        if len(calls) != broken:
+            return begin(store, name, *arguments)
+        if when == "sent":
+            raise StoreUnavailableError("gone")
+        answer = begin(store, name, *arguments)
+
+        def lost() -> NoReturn:
+            answer()
+            raise StoreUnavailableError("gone")
+
+        return lost
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_begin", lose)
+        with pytest.raises(StoreUnavailableError):
+            timers.create_timers(wanted)
+    assert not timers.store.client.connection_pool._in_use_connections
+    assert len(timers.create_timers(wanted)) == 300
+    assert len(timers.get_timers()) == 300
 
 
 def test_a_definition_that_is_too_large_is_refused(timers: Timers, stored: Any) -> None:

@@ -1,0 +1,186 @@
+"""The definitions of an instance's timers, kept while there is room for them.
+
+They are read a batch at a time when timers come due. In the time that an instance has to spare,
+those of timers that come due soon are read too, so that the burst of a full hour finds them here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from celery_dtimer.errors import InvalidTimerError
+from celery_dtimer.model import Definition, decode_definition
+from celery_dtimer.store import DueTimer, Store
+
+_MOST = 150_000
+_MOST_BYTES = 64 * 1024 * 1024  # of definitions as they are stored
+_SOON_MS = 30_000  # how long before they come due timers are looked at, when there is time
+_MOST_SOON = _MOST // 3  # of them, so that they do not drive out what is needed now
+_FULL_MS = 1000  # until it is looked whether there are fewer
+_PAGE = 100  # timers that are looked at with one request
+
+
+class LackingError(InvalidTimerError):
+    """A timer needs code that this instance does not have: it goes to another."""
+
+
+class _Kept(NamedTuple):
+    revision: str
+    definition: Definition
+    size: int
+
+
+class _Requested(NamedTuple):
+    """Definitions that have been asked for."""
+
+    timers: Sequence[DueTimer]
+    answer: Callable[[], list[str | None]]
+
+
+class Definitions:
+    """What the timers of one instance send, by their ids and revisions."""
+
+    def __init__(self, store: Store, bound: Mapping[str, Definition]) -> None:
+        """Prepare for reading.
+
+        Args:
+            store: on a connection of its own.
+            bound: by name, the definitions whose arguments only the code has.
+        """
+        self._store = store
+        self._bound = bound
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._bytes = 0
+        self._requested: _Requested | None = None
+        self._seen_ms = 0  # timers that come due before have been looked at,
+        self._seen_there = 0  # and so many of those that do at that moment
+        self._look_at_ms = 0
+
+    def of(self, timers: Sequence[DueTimer]) -> dict[str, Definition | InvalidTimerError | None]:
+        """Return each timer's definition, why it has no usable one, or None when it is gone."""
+        self.receive()
+        found: dict[str, Definition | InvalidTimerError | None] = {}
+        unknown: list[DueTimer] = []
+        for timer in timers:
+            kept = self._known(timer)
+            if kept is None:
+                unknown.append(timer)
+            else:
+                found[timer.id] = kept
+                self._kept.move_to_end(timer.id)
+        readable = [timer for timer in unknown if timer.is_readable]
+        blobs = self._store.definitions([timer.id for timer in readable])
+        read = {
+            timer.id: self._decoded(timer, blob)
+            for timer, blob in zip(readable, blobs, strict=True)
+        }
+        for timer in unknown:
+            found[timer.id] = read.get(timer.id, _unreadable(timer))
+        return found
+
+    def request(self, timers: Sequence[DueTimer]) -> None:
+        """Ask for what is not known of a batch, before the server is busy with something else."""
+        self.receive()
+        unknown = [each for each in timers if each.is_readable and self._known(each) is None]
+        if unknown:
+            answer = self._store.begin_definitions([timer.id for timer in unknown])
+            self._requested = _Requested(unknown, answer)
+
+    def receive(self) -> None:
+        """Keep what has been asked for."""
+        requested, self._requested = self._requested, None
+        if requested is not None:
+            for timer, blob in zip(requested.timers, requested.answer(), strict=True):
+                self._decoded(timer, blob)
+
+    def look_ahead(self, instance: str, now_ms: int, limit: int) -> list[Definition] | None:
+        """Read definitions of timers that come due soon, in their order.
+
+        Args:
+            instance: owns the timers.
+            now_ms: the server's time.
+            limit: how many are read at most.
+
+        Returns:
+            those read now; None when all have been looked at for the time being.
+        """
+        until_ms = now_ms + _SOON_MS
+        is_back = self._seen_ms > until_ms  # the server's clock is
+        if now_ms < self._look_at_ms and not is_back:
+            return None
+        if self._seen_ms < now_ms or is_back:
+            self._seen_ms, self._seen_there = now_ms, 0
+        before, page = self._store.coming(
+            instance, self._seen_ms, until_ms, self._seen_there, _PAGE
+        )
+        if before > _MOST_SOON:
+            self._look_at_ms = now_ms + _FULL_MS
+            return None
+        unknown = [id for id, _ in page if id not in self._kept]
+        if len(unknown) > limit:
+            self._seen(page[: [id for id, _ in page].index(unknown[limit])])
+        elif len(page) == _PAGE:
+            self._seen(page)
+        else:
+            self._seen_ms, self._seen_there = until_ms, 0
+            self._look_at_ms = now_ms + _SOON_MS // 2
+        unknown = unknown[:limit]
+        return [
+            definition
+            for id, blob in zip(unknown, self._store.definitions(unknown), strict=True)
+            if blob is not None and (definition := self._foreseen(id, blob)) is not None
+        ]
+
+    def _seen(self, page: Sequence[tuple[str, int]]) -> None:
+        last = page[-1][1]
+        there = sum(at == last for _, at in page)
+        self._seen_there = there + (self._seen_there if last == self._seen_ms else 0)
+        self._seen_ms = last
+
+    def _foreseen(self, id: str, blob: str) -> Definition | None:
+        """Keep a definition if it will serve; what is wrong with it is said when it is due."""
+        try:
+            definition = decode_definition(blob)
+        except InvalidTimerError:
+            return None
+        if definition.code_bound or definition.id != id:  # a trigger's is its parent's
+            return None
+        self._keep(id, definition.revision, definition, len(blob))
+        return definition
+
+    def _known(self, timer: DueTimer) -> Definition | None:
+        kept = self._kept.get(timer.id)
+        if kept is None or kept.revision != timer.revision or not timer.is_readable:
+            return None
+        return kept.definition
+
+    def _decoded(self, timer: DueTimer, blob: str | None) -> Definition | InvalidTimerError:
+        if blob is None:
+            return InvalidTimerError("its definition is gone")
+        try:
+            definition = decode_definition(blob)
+        except InvalidTimerError as exc:
+            return exc
+        if definition.code_bound:
+            return self._bound.get(definition.name) or LackingError(
+                "its arguments are in code that this instance lacks"
+            )
+        if not timer.parent:
+            self._keep(timer.id, timer.revision, definition, len(blob))
+        return definition
+
+    def _keep(self, id: str, revision: str, definition: Definition, size: int) -> None:
+        replaced = self._kept.pop(id, None)
+        self._kept[id] = _Kept(revision, definition, size)
+        self._bytes += size - (replaced.size if replaced else 0)
+        while len(self._kept) > _MOST or self._bytes > _MOST_BYTES:
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes -= dropped.size
+
+
+def _unreadable(timer: DueTimer) -> InvalidTimerError | None:
+    return (
+        InvalidTimerError("its stored state can not be read") if timer.status == "active" else None
+    )
