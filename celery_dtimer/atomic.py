@@ -160,4 +160,9 @@ class Atomic:
     def _missing(self, reason: str) -> SettingsError | StoreUnavailableError:
         if self._was_atomic:
             return StoreUnavailableError(f"dispatch can not be atomic now: {reason}")
-        return SettingsError(f'dtimer_dispatch="atomic" can not be given: {reason}')
+        return refusal(reason)
+
+
+def refusal(reason: str) -> SettingsError:
+    """Return the error of a beat that was told to be atomic and cannot be."""
+    return SettingsError(f'dtimer_dispatch="atomic" can not be given: {reason}')

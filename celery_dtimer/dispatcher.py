@@ -357,7 +357,7 @@ class Dispatcher:
             return [], False
         outcomes = self._publish(lease, runs, link)
         for plan, run, outcome in zip(planned, runs, outcomes, strict=False):
-            settled.extend(_settle(plan, run, outcome))
+            settled.extend(_settlements(plan, run, outcome))
         self._on_progress()
         _log(runs, outcomes)
         is_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
@@ -571,7 +571,7 @@ def _log(runs: Sequence[Run], outcomes: Sequence[Outcome | Message]) -> None:
                 logger.debug("Sent %s (%s) scheduled at %s as task %s", name, task, at, id)
 
 
-def _settle(planned: Settlement, run: Run, outcome: Outcome | Message) -> Iterator[Settlement]:
+def _settlements(planned: Settlement, run: Run, outcome: Outcome | Message) -> Iterator[Settlement]:
     """Yield what is to be committed for a run: nothing when the broker is down."""
     if isinstance(outcome, Message):
         yield planned.pushing(outcome) if outcome.targets else planned

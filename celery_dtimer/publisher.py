@@ -469,7 +469,8 @@ class Publisher:
         options = {**kind.options, "headers": headers, "task_id": run.task_id}
         if kind.destination in self._declared:
             options["declare"] = []
-        self._producer.stops = has_receivers()
+        # The messages of protocol 1 are never pushed by a commit: Celery may go on at once.
+        self._producer.stops = has_receivers() and self._app.conf.task_protocol == 2
         published = None
         try:
             with self._eager_failures():

@@ -20,7 +20,7 @@ from celery import Celery
 from celery.beat import Scheduler
 
 from celery_dtimer import policy
-from celery_dtimer.atomic import ATOMIC, Atomic, obstacle
+from celery_dtimer.atomic import ATOMIC, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass
 from celery_dtimer.errors import (
@@ -463,7 +463,7 @@ def _check_connections(app: Celery, settings: Settings) -> None:
     except (KeyError, ImportError, AttributeError) as exc:
         raise SettingsError(f"broker_url has a transport that can not be used: {exc}") from exc
     if settings.dispatch == ATOMIC and (reason := obstacle(app)):
-        raise SettingsError(f'dtimer_dispatch="atomic" can not be given: {reason}')
+        raise refusal(reason)
     if not settings.redis_url.startswith("embedded:"):  # that one has a server to start
         Store(settings).client  # noqa: B018 - made, so that a wrong option shows
 

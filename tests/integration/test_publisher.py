@@ -372,6 +372,29 @@ def test_signals_are_sent_for_each_run(
     assert all(m["headers"]["stamped_by"] == "a receiver" for m in queues.take(f"{prefix}queue"))
 
 
+def test_signals_tell_of_messages_of_the_older_protocol_too(
+    make_app: MakeApp, make_publisher: MakePublisher, queues: Queues, prefix: str
+) -> None:
+    seen: list[str] = []
+
+    def after(sender: str, body: dict[str, Any], **_: Any) -> None:
+        seen.append(body["id"])
+
+    def sent(sender: str, task_id: str, **_: Any) -> None:
+        seen.append(task_id)
+
+    signals.after_task_publish.connect(after)
+    signals.task_sent.connect(sent)
+    try:
+        app = make_app(task_protocol=1, task_send_sent_event=True)
+        assert make_publisher(app)([run_of(1)], ALWAYS) == [None]
+    finally:
+        signals.after_task_publish.disconnect(after)
+        signals.task_sent.disconnect(sent)
+    assert seen == [run_of(1).task_id] * 2
+    assert len(queues.take(f"{prefix}queue")) == 1
+
+
 def test_a_result_backend_gets_no_subscription_and_the_worker_its_word(
     make_app: MakeApp, make_publisher: MakePublisher, queues: Queues, prefix: str,
     redis_server: RedisServer,
