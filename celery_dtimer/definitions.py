@@ -6,20 +6,20 @@ those of timers that come due soon are read too, so that the burst of a full hou
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from celery_dtimer.errors import InvalidTimerError
-from celery_dtimer.model import Definition, decode_definition
+from celery_dtimer.model import Definition, decode_definition, revision_of
 from celery_dtimer.store import DueTimer, Store
 
 _MOST = 150_000
 _MOST_BYTES = 64 * 1024 * 1024  # of definitions as they are stored
 _SOON_MS = 30_000  # how long before they come due timers are looked at, when there is time
 _MOST_SOON = _MOST // 3  # of them, so that they do not drive out what is needed now
-_FULL_MS = 1000  # until it is looked whether there are fewer
-_PAGE = 100  # timers that are looked at with one request
+_AGAIN_MS = 3000  # until it is looked again, when all that may be looked at has been
+_PAGE = 1000  # timers that are looked at with one request
 
 
 class LackingError(InvalidTimerError):
@@ -54,6 +54,7 @@ class Definitions:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._bytes = 0
         self._requested: _Requested | None = None
+        self._coming: deque[str] = deque()  # timers that were looked at, and are to be read
         self._seen_ms = 0  # timers that come due before have been looked at,
         self._seen_there = 0  # and so many of those that do at that moment
         self._look_at_ms = 0
@@ -106,38 +107,39 @@ class Definitions:
         Returns:
             those read now; None when all have been looked at for the time being.
         """
+        if not self._coming and not self._look_at_more(instance, now_ms):
+            return None
+        ids = [self._coming.popleft() for _ in range(min(limit, len(self._coming)))]
+        blobs = self._store.begin_definitions(ids)() if ids else []
+        return [
+            definition
+            for id, blob in zip(ids, blobs, strict=True)
+            if blob is not None and (definition := self._foreseen(id, blob)) is not None
+        ]
+
+    def _look_at_more(self, instance: str, now_ms: int) -> bool:
+        """Note which of the next timers are not known; return False when it is not time for it."""
         until_ms = now_ms + _SOON_MS
         is_back = self._seen_ms > until_ms  # the server's clock is
         if now_ms < self._look_at_ms and not is_back:
-            return None
+            return False
         if self._seen_ms < now_ms or is_back:
-            self._seen_ms, self._seen_there = now_ms, 0
+            self._seen_ms, self._seen_there, self._look_at_ms = now_ms, 0, 0
         before, page = self._store.coming(
             instance, self._seen_ms, until_ms, self._seen_there, _PAGE
         )
         if before > _MOST_SOON:
-            self._look_at_ms = now_ms + _FULL_MS
-            return None
-        unknown = [id for id, _ in page if id not in self._kept]
-        if len(unknown) > limit:
-            self._seen(page[: [id for id, _ in page].index(unknown[limit])])
-        elif len(page) == _PAGE:
-            self._seen(page)
-        else:
-            self._seen_ms, self._seen_there = until_ms, 0
-            self._look_at_ms = now_ms + _SOON_MS // 2
-        unknown = unknown[:limit]
-        return [
-            definition
-            for id, blob in zip(unknown, self._store.definitions(unknown), strict=True)
-            if blob is not None and (definition := self._foreseen(id, blob)) is not None
-        ]
-
-    def _seen(self, page: Sequence[tuple[str, int]]) -> None:
-        last = page[-1][1]
-        there = sum(at == last for _, at in page)
-        self._seen_there = there + (self._seen_there if last == self._seen_ms else 0)
-        self._seen_ms = last
+            self._look_at_ms = now_ms + _AGAIN_MS
+            return False
+        if page:
+            last = page[-1][1]
+            there = sum(at == last for _, at in page)
+            self._seen_there = there + (self._seen_there if last == self._seen_ms else 0)
+            self._seen_ms = last
+        if len(page) < _PAGE:  # for now: others may be taken over
+            self._look_at_ms = now_ms + _AGAIN_MS
+        self._coming += (id for id, _ in page if id not in self._kept)
+        return True
 
     def _foreseen(self, id: str, blob: str) -> Definition | None:
         """Keep a definition if it will serve; what is wrong with it is said when it is due."""
@@ -147,7 +149,7 @@ class Definitions:
             return None
         if definition.code_bound or definition.id != id:  # a trigger's is its parent's
             return None
-        self._keep(id, definition.revision, definition, len(blob))
+        self._keep(id, revision_of(definition, blob), definition, len(blob))
         return definition
 
     def _known(self, timer: DueTimer) -> Definition | None:

@@ -218,7 +218,7 @@ class Dispatcher:
             StoreError: Redis did not answer, or refused.
         """
         limit = min(_FORESEEN, int(seconds / _FORESEEING))
-        if self._last is None or not limit:
+        if self._last is None or self._last.next_ms is None or not limit:
             return False
         now_ms = int(self._now(self._last))
         found = self._definitions.look_ahead(lease.instance, now_ms, limit)

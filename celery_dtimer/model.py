@@ -131,7 +131,7 @@ class Definition:
     @cached_property
     def revision(self) -> str:
         """The digest of the definition; the first half is the schedule's."""
-        return _encoded(self.task, self.schedule)[1] + _digest(self.blob)
+        return revision_of(self, self.blob)
 
     @property
     def summary(self) -> str:
@@ -141,6 +141,11 @@ class Definition:
     @property
     def _head(self) -> str:
         return f'{{"name":{_dumps(self.name)},{_encoded(self.task, self.schedule)[0]}'
+
+
+def revision_of(definition: Definition, blob: str) -> str:
+    """Return the revision of a definition that is stored as a blob."""
+    return _encoded(definition.task, definition.schedule)[1] + _digest(blob)
 
 
 @lru_cache(maxsize=1024)

@@ -65,6 +65,7 @@ from celery_dtimer.settings import Settings
 BATCH = 50
 _UPSERTS = 64  # timers that one call writes, for the same reason
 _BATCH_BYTES = MAX_DEFINITION_BYTES
+_CONNECTIONS = 2  # that one store uses at once: a call is prepared while another is answered
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
 _LONGEST_PAUSE = 0.05  # seconds between two of them
 
@@ -999,6 +1000,11 @@ def connect(settings: Settings, timeout: float) -> redis.Redis:
             f"dtimer_redis_options, or an option in dtimer_redis_url, is not what redis-py takes: "
             f"{exc}"
         ) from exc
+    if pool.max_connections < _CONNECTIONS:
+        raise SettingsError(
+            f"max_connections={pool.max_connections} of redis-py's options is too few: "
+            f"expected at least {_CONNECTIONS}"
+        )
     return client
 
 

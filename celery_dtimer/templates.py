@@ -68,20 +68,16 @@ class Content(NamedTuple):
 
         That of short plain values is their own; Celery's way takes many times as long.
         """
-        if all(type(part) in _PLAIN or _is_plain_text(part) for part in parts):
+        if _PLAIN.issuperset(map(type, parts)):
             text = repr(arguments)
-            if len(text) < limit // 4:
+            if len(text) < limit // 4 and not _has_special(text):
                 return text
         levels = self.app.conf.get("task_repr_maxlevels")
         return str(saferepr(arguments, limit, **({} if levels is None else {"maxlevels": levels})))
 
 
-_PLAIN = frozenset((int, float, bool, type(None)))
-_NO_PLAIN_TEXT = re.compile(r"[^ -~]|[\\\"']").search
-
-
-def _is_plain_text(value: Any) -> bool:
-    return type(value) is str and _NO_PLAIN_TEXT(value) is None
+_PLAIN = frozenset((int, float, bool, type(None), str))
+_has_special = re.compile(r"[^ -~]|[\\\"]").search  # a text with a quote in it shows as "..."
 
 
 class Template:

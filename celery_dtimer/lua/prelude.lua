@@ -198,16 +198,32 @@ local function bury(id)
   redis.call('HINCRBY', META, 'members', 1)
 end
 
--- Take a timer from one instance and give it to the one that choose() answers. A member without an active timer is dropped.
-local function move(id, at, source, choose)
-  local status = fields(key('timer', id), 'status')[1]
-  redis.call('ZREM', source, id)
-  if status == 'active' then
-    assign(id, at, choose())
-  elseif status then
-    redis.call('ZREM', QUEUE, id)
-  else
-    bury(id)
+-- Move timers, a list of ids and their times, from one instance to those that choose() answers. A member without an active
+-- timer is dropped.
+local function move(rows, source, choose)
+  local gone, given = {}, {} -- for one call each: calls are what a script's time goes into
+  for i = 1, #rows, 2 do
+    local id, at = rows[i], rows[i + 1]
+    local status = fields(key('timer', id), 'status')[1]
+    gone[#gone + 1] = id
+    if status == 'active' then
+      local owner = choose()
+      redis.call('HSET', key('timer', id), 'owner', owner)
+      local list = given[owner] or {}
+      list[#list + 1], list[#list + 2] = at, id
+      given[owner] = list
+    elseif status then
+      redis.call('ZREM', QUEUE, id)
+    else
+      bury(id)
+    end
+  end
+  if #gone > 0 then
+    redis.call('ZREM', source, unpack(gone))
+  end
+  for owner, list in pairs(given) do
+    redis.call('ZADD', key('instance_timers', owner), unpack(list))
+    wake(owner)
   end
 end
 
@@ -215,10 +231,7 @@ end
 local function hand_over(from, found, limit)
   local source = key('instance_timers', from)
   local rows = redis.call('ZRANGE', source, 0, limit - 1, 'WITHSCORES')
-  local choose = placement(found)
-  for i = 1, #rows, 2 do
-    move(rows[i], rows[i + 1], source, choose)
-  end
+  move(rows, source, placement(found))
   return #rows / 2
 end
 

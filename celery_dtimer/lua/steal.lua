@@ -37,16 +37,17 @@ local function take_from(instance)
   local overdue = redis.call('ZCOUNT', source, '-inf', late)
   local wanted = math.min(limit, math.ceil(overdue / 2))
   local rows = redis.call('ZRANGEBYSCORE', source, '-inf', late, 'WITHSCORES', 'LIMIT', 0, wanted + count)
-  local moved, left = 0, overdue
+  local taken, left = {}, overdue
   for i = 1, #rows, 2 do
     if spared[rows[i]] then
       left = left - 1
-    elseif moved < wanted then
-      move(rows[i], rows[i + 1], source, caller_itself)
-      moved, left = moved + 1, left - 1
+    elseif #taken < 2 * wanted then
+      taken[#taken + 1], taken[#taken + 2] = rows[i], rows[i + 1]
     end
   end
-  return moved, left
+  move(taken, source, caller_itself)
+  local moved = #taken / 2
+  return moved, left - moved
 end
 
 local others = heads(id)

@@ -543,6 +543,19 @@ def test_options_that_redis_does_not_take_are_refused_at_start(make_app: MakeApp
         DistributedScheduler(make_app(dtimer_redis_options={"no_such_option": 1}))
 
 
+def test_two_connections_are_enough_and_one_is_refused_at_start(
+    make_app: MakeApp, redis_server: RedisServer
+) -> None:
+    with pytest.raises(SettingsError, match=r"max_connections=1 .*at least 2"):
+        DistributedScheduler(make_app(dtimer_redis_options={"max_connections": 1}))
+    timers = DistributedTimer(make_app(dtimer_redis_options={"max_connections": 2}))
+    moments = ["0 3 * * *", 60]
+    timers.create_timers(
+        {"name": f"t{i}", "schedule": moments[i % 2], "callback": "record"} for i in range(300)
+    )
+    assert len(timers.get_timers()) == 300
+
+
 # ------------------------------------------------------------------ embedded
 
 
