@@ -57,10 +57,10 @@ class Content(NamedTuple):
             kwargs, (*kwargs, *kwargs.values()), amqp.kwargsrepr_maxsize
         )
         return (
-            f'"body": {json.dumps(self.encode(payload)[0])}',
-            f'"argsrepr": {json.dumps(argsrepr)}',
-            f'"kwargsrepr": {json.dumps(kwargsrepr)}',
-            f'"dtimer": {{"id": "{timer_id}", "name": {json.dumps(definition.name)}, ',
+            f'"body": {_quoted(self.encode(payload)[0])}',
+            f'"argsrepr": {_quoted(argsrepr)}',
+            f'"kwargsrepr": {_quoted(kwargsrepr)}',
+            f'"dtimer": {{"id": "{timer_id}", "name": {_quoted(definition.name)}, ',
         )
 
     def _shown(self, arguments: Any, parts: Iterable[Any], limit: int) -> str:
@@ -76,6 +76,7 @@ class Content(NamedTuple):
         return str(saferepr(arguments, limit, **({} if levels is None else {"maxlevels": levels})))
 
 
+_quoted = json.JSONEncoder().encode
 _PLAIN = frozenset((int, float, bool, type(None), str))
 _has_special = re.compile(r"[^ -~]|[\\\"]").search  # a text with a quote in it shows as "..."
 
