@@ -63,7 +63,8 @@ from celery_dtimer.settings import Settings
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
 BATCH = 50
-_UPSERTS = 64  # timers that one call writes, for the same reason
+_UPSERTS = 64  # timers that one call writes, for the same reason,
+_HANDED = 100  # and that one call gives to others
 _BATCH_BYTES = MAX_DEFINITION_BYTES
 _CONNECTIONS = 2  # that one store uses at once: a call is prepared while another is answered
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
@@ -479,12 +480,12 @@ class Store:
         now_ms, members, expiry = self._call("heartbeat", instance, epoch)
         return Heartbeat(now_ms, members, _expiry(expiry))
 
-    def leave(self, instance: str, epoch: int, limit: int = BATCH) -> Moved:
+    def leave(self, instance: str, epoch: int, limit: int = _HANDED) -> Moved:
         """Hand over a batch of the instance's timers; the registration goes with the last."""
         moved, more = self._call("leave", instance, epoch, limit)
         return Moved(moved, bool(more))
 
-    def reap(self, instance: str, epoch: int, limit: int = BATCH) -> Moved:
+    def reap(self, instance: str, epoch: int, limit: int = _HANDED) -> Moved:
         """Move a batch of the timers of dead instances, and of nobody, to the live ones."""
         answer = self._call("reap", instance, epoch, limit)
         if answer == _BUSY:
@@ -502,7 +503,7 @@ class Store:
         flat = [value for pair in fields.items() for value in pair]
         self._call("report", instance, epoch, *flat)
 
-    def give_up(self, instance: str, epoch: int, limit: int = BATCH) -> Moved:
+    def give_up(self, instance: str, epoch: int, limit: int = _HANDED) -> Moved:
         """Hand over a batch of the instance's timers to those whose broker works, if there are."""
         answer = self._call("give_up", instance, epoch, limit)
         return Moved(busy=True) if answer == _BUSY else Moved(answer[0], bool(answer[1]))
