@@ -610,25 +610,30 @@ def test_interrupting_a_hand_over_again_and_again_does_not_cut_it_short(
         scheduler.close()  # as Celery's handler does
         raise SystemExit
 
+    closing = threading.Event()
+
+    def send() -> None:
+        closing.wait()
+        for pause in (0.0, 0.001, 0.001, 0.001):
+            time.sleep(pause)
+            signal.pthread_kill(main, signal.SIGUSR1)
+
     before = signal.signal(signal.SIGUSR1, interrupt)
-    senders = [
-        threading.Timer(delay, signal.pthread_kill, [main, signal.SIGUSR1])
-        for delay in (0.0, 0.001, 0.002, 0.003)
-    ]
-    for _ in range(len(senders) + 1):
+    sender = threading.Thread(target=send)
+    sender.start()  # and only then are there signals, which would upset the start of a thread
+    is_closed = False
+    while not is_closed:
         try:
-            for sender in senders:
-                if sender.ident is None:
-                    sender.start()
+            closing.set()
             scheduler.close()
-            for sender in senders:
-                sender.join()
+            sender.join()
+            is_closed = True
         except SystemExit:
             continue
-        break
     signal.signal(signal.SIGUSR1, before)
+    # In a thread that the process would wait for.
+    wait_until(lambda: registered(timers) == [], "the hand-over")
     assert owners(timers) == {"a": None}
-    assert registered(timers) == []
 
 
 # ------------------------------------------------------------------ eviction
