@@ -84,9 +84,13 @@ def test_kills_at_the_moment_of_firing(deploy: Deploy, mode: str) -> None:
         victim = beats.pop(0)
         wait_dead(deployment, victim, is_armed[victim.pid])
     beats.append(deployment.start_beat())
+    for beat in beats:
+        if is_armed.get(beat.pid):  # what it has published and not committed is for the others
+            beat.kill()
     deployment.wait_sent(names, deployment.now_ms(), 15)
     for beat in beats:
-        beat.kill() if is_armed.get(beat.pid) else beat.stop()
+        if not is_armed.get(beat.pid):
+            beat.stop()
 
     deployment.assert_accounted(names, round(INTERVAL * 1000))
     deployment.ledger.assert_doubles_are_recognizable()
