@@ -610,13 +610,14 @@ def test_interrupting_a_hand_over_again_and_again_does_not_cut_it_short(
         scheduler.close()  # as Celery's handler does
         raise SystemExit
 
-    closing = threading.Event()
+    closing, all_sent = threading.Event(), threading.Event()
 
     def send() -> None:
         closing.wait()
         for pause in (0.0, 0.001, 0.001, 0.001):
             time.sleep(pause)
             signal.pthread_kill(main, signal.SIGUSR1)
+        all_sent.set()
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     sender = threading.Thread(target=send)
@@ -626,7 +627,7 @@ def test_interrupting_a_hand_over_again_and_again_does_not_cut_it_short(
         try:
             closing.set()
             scheduler.close()
-            sender.join()
+            all_sent.wait()  # a join that is interrupted takes the thread for ended, before 3.13
             is_closed = True
         except SystemExit:
             continue
