@@ -136,8 +136,7 @@ local function advance(timer, name, row, due, at, skipped)
   if row[7] or row[8] then
     call('HDEL', name, 'last_sent', 'attempts')
   end
-  rescheduled[#rescheduled + 1] = at
-  rescheduled[#rescheduled + 1] = timer
+  add(rescheduled, at, timer)
 end
 
 local function postpone(timer, name, row, delay)

@@ -132,6 +132,25 @@ local function send_wake_ups()
   end
 end
 
+-- Append two values to a list: a score and a member, for one ZADD of many. Calls are what a script's time goes into.
+local function add(list, one, two)
+  local count = #list
+  list[count + 1], list[count + 2] = one, two
+end
+
+-- Note in `given` that a timer goes to an instance; hand_out() puts all of them there.
+local function give(given, id, at, owner)
+  given[owner] = given[owner] or {}
+  add(given[owner], at, id)
+end
+
+local function hand_out(given)
+  for owner, list in pairs(given) do
+    redis.call('ZADD', key('instance_timers', owner), unpack(list))
+    wake(owner)
+  end
+end
+
 -- Give an active timer to an instance.
 local function assign(id, at, owner)
   redis.call('ZADD', key('instance_timers', owner), at, id)
@@ -201,7 +220,7 @@ end
 -- Move timers, a list of ids and their times, from one instance to those that choose() answers. A member without an active
 -- timer is dropped.
 local function move(rows, source, choose)
-  local gone, given = {}, {} -- for one call each: calls are what a script's time goes into
+  local gone, given = {}, {}
   for i = 1, #rows, 2 do
     local id, at = rows[i], rows[i + 1]
     local status = fields(key('timer', id), 'status')[1]
@@ -209,9 +228,7 @@ local function move(rows, source, choose)
     if status == 'active' then
       local owner = choose()
       redis.call('HSET', key('timer', id), 'owner', owner)
-      local list = given[owner] or {}
-      list[#list + 1], list[#list + 2] = at, id
-      given[owner] = list
+      give(given, id, at, owner)
     elseif status then
       redis.call('ZREM', QUEUE, id)
     else
@@ -221,10 +238,7 @@ local function move(rows, source, choose)
   if #gone > 0 then
     redis.call('ZREM', source, unpack(gone))
   end
-  for owner, list in pairs(given) do
-    redis.call('ZADD', key('instance_timers', owner), unpack(list))
-    wake(owner)
-  end
+  hand_out(given)
 end
 
 -- Move up to `limit` timers, soonest due first, from one instance to those of `found`; answers how many left the source.

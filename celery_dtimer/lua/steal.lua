@@ -42,7 +42,7 @@ local function take_from(instance)
     if spared[rows[i]] then
       left = left - 1
     elseif #taken < 2 * wanted then
-      taken[#taken + 1], taken[#taken + 2] = rows[i], rows[i + 1]
+      add(taken, rows[i], rows[i + 1])
     end
   end
   move(taken, source, caller_itself)

@@ -16,11 +16,6 @@ local now, source = whole(NOW), ARGV[2]
 local choose = placement(candidates())
 local timers, queued, owned, definitions = {}, {}, {}, {}
 
-local function add(list, one, two)
-  local count = #list
-  list[count + 1], list[count + 2] = one, two
-end
-
 for i = 3, #ARGV, STRIDE do
   timers[#timers + 1] = key('timer', string.match(ARGV[i], '^%S+'))
 end
@@ -85,8 +80,7 @@ local function write(timer, row, id, revision, status, due, anew, reason)
     redis.call('HSET', timer, 'status', status, 'revision', revision, 'created', created, 'due', due, 'at', at,
       'owner', owner)
     add(queued, at, id)
-    owned[owner] = owned[owner] or {}
-    add(owned[owner], at, id)
+    give(owned, id, at, owner)
     if row.revision then
       redis.call('HDEL', timer, 'reason')
       redis.call('ZREM', INACTIVE, id)
@@ -122,9 +116,6 @@ end
 if #queued > 0 then
   redis.call('ZADD', QUEUE, unpack(queued))
 end
-for owner, timers_of in pairs(owned) do
-  redis.call('ZADD', key('instance_timers', owner), unpack(timers_of))
-  wake(owner)
-end
+hand_out(owned)
 send_wake_ups()
 return answer
