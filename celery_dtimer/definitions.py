@@ -65,26 +65,22 @@ class Definitions:
         found: dict[str, Definition | InvalidTimerError | None] = {}
         unknown: list[DueTimer] = []
         for timer in timers:
-            kept = self._known(timer)
-            if kept is None:
-                unknown.append(timer)
-            else:
-                found[timer.id] = kept
+            if not timer.is_readable:
+                found[timer.id] = _unreadable(timer)
+            elif (known := self._known(timer)) is not None:
+                found[timer.id] = known
                 self._kept.move_to_end(timer.id)
-        readable = [timer for timer in unknown if timer.is_readable]
-        blobs = self._store.definitions([timer.id for timer in readable])
-        read = {
-            timer.id: self._decoded(timer, blob)
-            for timer, blob in zip(readable, blobs, strict=True)
-        }
-        for timer in unknown:
-            found[timer.id] = read.get(timer.id, _unreadable(timer))
+            else:
+                unknown.append(timer)
+        blobs = self._store.definitions([timer.id for timer in unknown])
+        for timer, blob in zip(unknown, blobs, strict=True):
+            found[timer.id] = self._decoded(timer, blob)
         return found
 
     def request(self, timers: Sequence[DueTimer]) -> None:
         """Ask for what is not known of a batch, before the server is busy with something else."""
         self.receive()
-        unknown = [each for each in timers if each.is_readable and self._known(each) is None]
+        unknown = [each for each in timers if self._known(each) is None and each.is_readable]
         if unknown:
             answer = self._store.begin_definitions([timer.id for timer in unknown])
             self._requested = _Requested(unknown, answer)
@@ -154,9 +150,7 @@ class Definitions:
 
     def _known(self, timer: DueTimer) -> Definition | None:
         kept = self._kept.get(timer.id)
-        if kept is None or kept.revision != timer.revision or not timer.is_readable:
-            return None
-        return kept.definition
+        return None if kept is None or kept.revision != timer.revision else kept.definition
 
     def _decoded(self, timer: DueTimer, blob: str | None) -> Definition | InvalidTimerError:
         if blob is None:

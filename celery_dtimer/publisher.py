@@ -153,24 +153,24 @@ class Publisher:
             kind = self._kind(run.definition)
             if not kind.is_known and not _is_lazy(run.definition):
                 self._built(run)  # and not sent: the kind learns from it
-            self._template(run.timer_id, run.definition)
+            self._template(run)
 
     def _rendered(self, run: Run, tag: str) -> Message | None:
         """Return a run's message from its timer's template, None when it has none."""
-        found = self._template(run.timer_id, run.definition)
+        found = self._template(run)
         if found is None:
             return None
         targets, template = found
         return Message(targets, (template.render(run, tag),))
 
-    def _template(self, timer_id: str, definition: Definition) -> tuple[Any, Template] | None:
-        found = self._templates.get(definition)
+    def _template(self, run: Run) -> tuple[Any, Template] | None:
+        found = self._templates.get(run.definition)
         if found is None:
-            kind = self._kind(definition)
-            template = kind.template(timer_id, definition)
+            kind = self._kind(run.definition)
+            template = kind.template(run)
             if template is None:
                 return None
-            found = self._templates[definition] = (kind.targets, template)
+            found = self._templates[run.definition] = (kind.targets, template)
         return found
 
     def close(self) -> None:
@@ -598,17 +598,17 @@ class _Kind:
         ):
             self._is_right = False
 
-    def template(self, timer_id: str, definition: Definition) -> Template | None:
-        """Return the template of a timer, None when Celery is to build its messages."""
-        if not self._is_right or self._pattern is None or _is_lazy(definition):
+    def template(self, run: Run) -> Template | None:
+        """Return the template of a run's timer, None when Celery is to build its messages."""
+        if not self._is_right or self._pattern is None or _is_lazy(run.definition):
             return None
         try:
             if getattr(self._task, "typing", False):
-                self._task.__header__(*definition.args, **definition.kwargs)
-            return self._pattern.fill(timer_id, definition)
+                self._task.__header__(*run.definition.args, **run.definition.kwargs)
+            return self._pattern.fill(run.timer_id, run.definition)
         except Exception as exc:
             # Whatever it is, Celery's own path meets it too, and says whose fault it is.
-            logger.debug("No template for %s: %r", definition.name, exc)
+            logger.debug("No template for %s: %r", run.definition.name, exc)
             return None
 
     @property

@@ -1017,25 +1017,29 @@ def test_what_was_looked_at_before_is_neither_read_nor_built_anew(
     assert names(beat) == [f"t{number}" for number in range(5)]
 
 
-def test_definitions_are_asked_for_before_the_commit_that_they_would_wait_for(
-    make_app: MakeApp, make_service: MakeService, make_beat: MakeBeat, monkeypatch: Any
-) -> None:
+@pytest.fixture
+def two_batches(make_app: MakeApp, make_service: MakeService, make_beat: MakeBeat) -> Beat:
+    """A dispatcher with two batches of two overdue timers, none of which it has seen."""
     beat = make_beat(make_app(), make_service(batch_size=2))
     beat.service.add_many(4)
     beat.service.clock.advance(11)
+    return beat
+
+
+def test_definitions_are_asked_for_before_the_commit_that_they_would_wait_for(
+    two_batches: Beat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     for name in ("begin_definitions", "begin_commit"):
         monkeypatch.setattr(Store, name, _noting(getattr(Store, name), calls))
-    assert beat.step().sent == 4
+    assert two_batches.step().sent == 4
     assert calls == ["begin_definitions", "begin_definitions", "begin_commit", "begin_commit"]
 
 
 def test_a_pass_that_fails_leaves_no_request_behind(
-    make_app: MakeApp, make_service: MakeService, make_beat: MakeBeat, monkeypatch: Any
+    two_batches: Beat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beat = make_beat(make_app(), make_service(batch_size=2))
-    beat.service.add_many(4)
-    beat.service.clock.advance(11)
+    beat = two_batches
 
     def begin_commit(*args: Any, **kwargs: Any) -> NoReturn:
         raise FencedError("after the definitions of the next batch were asked for")
