@@ -4,206 +4,70 @@ A rule is a value: it holds no state, compares by what it says, and can be store
 (`Schedule.encode`, `decode`). Moments are ``int`` milliseconds since the epoch. `parse` makes a
 rule from what users write.
 
-Local time is computed from the periods between two changes of a zone's clocks (`_periods`), so
-that all arithmetic is on whole seconds and the zone data is read once per zone and year.
+The rules that go by a clock have modules of their own, `crontabs` and `recurrences`; `zones` turns
+what clocks show into moments for both. `customs` has those that live in users' code.
 """
 
 from __future__ import annotations
 
-import calendar
 import datetime as dt
-import re
-from abc import ABC, abstractmethod
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
-from zoneinfo import ZoneInfo
+from typing import Any
 
 from celery import schedules
 
+from celery_dtimer import recurrences, zones
+from celery_dtimer.crontabs import Crontab, expression_of
+from celery_dtimer.customs import Custom, custom_of
 from celery_dtimer.errors import InvalidTimerError, invalid
+from celery_dtimer.recurrences import Recurrence
+from celery_dtimer.rules import ClockRule, Schedule
+from celery_dtimer.zones import UTC, zone_name
+
+__all__ = [
+    "Crontab",
+    "Custom",
+    "Interval",
+    "OneShot",
+    "Recurrence",
+    "Schedule",
+    "Solar",
+    "decode",
+    "is_text",
+    "moment_ms",
+    "names_zone",
+    "parse",
+    "zone",
+    "zone_name",
+]
 
 _SECOND, _MINUTE, _HOUR, _DAY = 1000, 60_000, 3_600_000, 86_400_000  # in milliseconds
-_DAY_S, _TWO_DAYS_S = 86_400, 172_800  # in seconds
 _MILLISECOND = dt.timedelta(milliseconds=1)
-_UTC = dt.timezone.utc
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=_UTC)
-_EPOCH_ORDINAL = _EPOCH.toordinal()
-# Moments from here to there can be shown in every zone.
-_FIRST_MS = (dt.datetime(2, 1, 1, tzinfo=_UTC) - _EPOCH) // _MILLISECOND
-_LAST_MS = (dt.datetime(9999, 1, 1, tzinfo=_UTC) - _EPOCH) // _MILLISECOND
+_FIRST_MS, _LAST_MS = zones.FIRST * _SECOND, zones.LAST * _SECOND
 
 _MIN_EVERY = 100  # a beat keeps no shorter rhythm than 0.1 s
 _MAX_EVERY = 1000 * 365 * _DAY  # so that each due time is a moment that can be shown
-_MAX_COUNT = 100_000  # slots that are counted one by one: half a second's work, 69 days of minutes
-_MAX_YEARS = 40  # 29 February falls on a given weekday every 28 years, 40 across a year like 2100
 _MAX_SEARCH_DAYS = 366  # an event of the sun that has not come in a year never does
-_LEAP_YEAR = 2000  # has the longest February
 
 _SOLAR_EVENTS = (
     *("dawn_astronomical", "dawn_nautical", "dawn_civil", "sunrise", "solar_noon"),
     *("sunset", "dusk_civil", "dusk_nautical", "dusk_astronomical"),
 )
 _LENGTH = "at least 0.1 s and at most 1000 years"
-_ZONE = "an IANA name such as 'Europe/Paris', 'UTC', an offset such as '+05:30', or such a tzinfo"
-_CRON = "'minute hour day_of_month month_of_year day_of_week', for example '0 3 * * mon-fri'"
 _SCHEDULE = (
-    "seconds, a timedelta, a datetime, a cron expression, or Celery's own schedule, crontab or "
-    "solar (a subclass's rule cannot be stored)"
+    "seconds, a timedelta, a datetime, a cron expression, an iCalendar rule or dateutil's rrule, "
+    "or Celery's own schedule, crontab or solar"
+)
+_SUBCLASS = (
+    "Celery's own schedule, crontab or solar: a subclass lives in code, so that only the static "
+    "schedule, which is code too, can have it"
 )
 _NOWFUN = (
     "a function that returns a datetime of a named zone, for only the zone can be stored; "
     "name it with timezone= instead"
 )
-
-
-class Schedule(ABC):
-    """When a timer runs."""
-
-    __slots__ = ()
-
-    def first_run(self, now_ms: int) -> int | None:
-        """Return when a timer that is created now is first due."""
-        return self.next_run_after(now_ms, now_ms)
-
-    @property
-    def first_delay_ms(self) -> int | None:
-        """How long after its creation a timer is first due, ``None`` unless that is always so."""
-        return None
-
-    @abstractmethod
-    def next_run_after(self, moment_ms: int, anchor_ms: int) -> int | None:
-        """Return the first slot after a moment, ``None`` if there is none.
-
-        Args:
-            moment_ms: The answer is later than this.
-            anchor_ms: A slot of the timer, from which intervals count.
-        """
-
-    def count_between(self, after_ms: int, until_ms: int, anchor_ms: int) -> int:
-        """Return how many slots lie in ``(after_ms, until_ms]``, 100,000 if there are more."""
-        count = 0
-        slot = self.next_run_after(after_ms, anchor_ms)
-        while slot is not None and slot <= until_ms and count < _MAX_COUNT:
-            count += 1
-            slot = self.next_run_after(slot, anchor_ms)
-        return count
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return the rule in a few words."""
-
-    @abstractmethod
-    def encode(self) -> dict[str, Any]:
-        """Return the rule as JSON data, without default values, for `decode`."""
-
-
-# --- time zones -----------------------------------------------------------------------------
-
-
-class _Period(NamedTuple):
-    """A time in which a zone's offset stays the same, in seconds; it does not contain its end."""
-
-    start: int
-    end: int
-    offset: int
-
-
-_BLOCK = 400 * _DAY_S  # the periods of one zone are found this far at a time
-_FIRST_BLOCK = _FIRST_MS // _SECOND // _BLOCK + 1  # whole blocks within what can be shown
-_LAST_BLOCK = _LAST_MS // _SECOND // _BLOCK - 1
-
-
-@lru_cache(maxsize=1024)
-def _zone(name: str) -> dt.tzinfo:
-    """Return the zone of a stored name."""
-    if name == "UTC":
-        return _UTC
-    if offset := re.fullmatch(r"([+-])([01]\d|2[0-3]):([0-5]\d)", name, re.ASCII):
-        sign, hours, minutes = offset.groups()
-        ahead = dt.timedelta(hours=int(hours), minutes=int(minutes))
-        return dt.timezone(ahead if sign == "+" else -ahead)
-    try:
-        return ZoneInfo(name)
-    except (KeyError, ValueError, OSError):  # unknown; malformed; a directory of the zone data
-        raise invalid("timezone", name, _ZONE) from None
-
-
-def zone_name(zone: object) -> str:
-    """Return the name under which a time zone is stored.
-
-    Raises:
-        InvalidTimerError: If it has none, or no zone is known by it.
-    """
-    name = zone
-    if isinstance(zone, dt.timezone):
-        minutes, rest = divmod(zone.utcoffset(None), dt.timedelta(minutes=1))
-        if rest:
-            raise invalid("timezone", zone, "an offset of whole minutes")
-        hours, minutes_left = divmod(abs(minutes), 60)
-        name = f"{'-' if minutes < 0 else '+'}{hours:02}:{minutes_left:02}"
-    elif isinstance(zone, dt.tzinfo):
-        name = getattr(zone, "key", None) or getattr(zone, "zone", None)  # zoneinfo's, pytz's
-    if not isinstance(name, str):
-        raise invalid("timezone", zone, _ZONE)
-    _zone(name)
-    return "UTC" if name in ("+00:00", "-00:00") else name
-
-
-@lru_cache(maxsize=1024)
-def _periods(timezone: str, block: int) -> tuple[_Period, ...]:
-    """Return the periods of a zone that make up a block of time."""
-    zone = _zone(timezone)
-
-    def offset_at(second: int) -> int:
-        offset = (_EPOCH + dt.timedelta(seconds=second)).astimezone(zone).utcoffset()
-        return 0 if offset is None else offset // dt.timedelta(seconds=1)
-
-    def changed_in(day: int) -> int:
-        return bisect_left(range(day, day + _DAY_S), True, key=lambda s: offset_at(s) != offset)
-
-    found = []
-    start, end = block * _BLOCK, (block + 1) * _BLOCK
-    offset = offset_at(start)
-    for day in range(start, end, _DAY_S):
-        if offset_at(day + _DAY_S) != offset:
-            change = day + changed_in(day)
-            found.append(_Period(start, change, offset))
-            start, offset = change, offset_at(change)
-    if start < end:
-        found.append(_Period(start, end, offset))
-    return tuple(found)
-
-
-def _periods_from(timezone: str, second: int) -> Iterator[_Period]:
-    """Yield a zone's periods in order, beginning with the one that holds a moment."""
-    for block in range(max(second // _BLOCK, _FIRST_BLOCK), _LAST_BLOCK + 1):
-        for period in _periods(timezone, block):
-            if period.end > second:
-                yield period
-
-
-def _offset_at(timezone: str, second: int) -> int:
-    """Return how far clocks are ahead of UTC at a moment, in seconds."""
-    period = next(_periods_from(timezone, second), None)
-    return 0 if period is None else period.offset
-
-
-def _moment_of(timezone: str, wall: int) -> int | None:
-    """Return the first moment at which clocks show a time or a later one.
-
-    So a time that comes twice is its first occurrence, one that is left out the end of the gap.
-    """
-    for period in _periods_from(timezone, wall - _TWO_DAYS_S):  # no offset reaches a day
-        if wall < period.end + period.offset:
-            return max(period.start, wall - period.offset)
-    return None
-
-
-# --- the rules ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +162,12 @@ class Interval(Schedule):
         return max(0, (until_ms - anchor) // step - (after_ms - anchor) // step)
 
     def _local_ms(self, moment_ms: int) -> int:
-        return moment_ms + _offset_at(self.timezone, moment_ms // _SECOND) * _SECOND
+        return moment_ms + zones.offset_at(self.timezone, moment_ms // _SECOND) * _SECOND
 
     def _midnight_after(self, moment_ms: int, local_ms: int, step: int) -> int | None:
         """Return the first midnight after a moment, of a local time's day or steps after it."""
         while True:
-            midnight = _moment_of(self.timezone, local_ms // _DAY * _DAY_S)
+            midnight = zones.moment_of(self.timezone, local_ms // _DAY * zones.DAY)
             if midnight is None or midnight * _SECOND > moment_ms:
                 return None if midnight is None else midnight * _SECOND
             local_ms += step
@@ -319,182 +183,6 @@ class Interval(Schedule):
         """Return ``{"every": ms}``, with "relative" and "tz" if it is relative."""
         relative = {"relative": True} if self.relative else {}
         return {"every": self.every_ms} | relative | _encode_zone(self.timezone)
-
-
-class _Field(NamedTuple):
-    """One field of a cron expression: Celery's name for it and what it may hold."""
-
-    name: str
-    first: int
-    size: int
-    also: str = ""
-
-    @property
-    def accepted(self) -> str:
-        """What to write in the field, in words."""
-        last = self.first + self.size - 1
-        return f"{self.first}-{last}{self.also}, written 'a', 'a-b', 'a-b/n', '*', '*/n' or 'a,b'"
-
-
-_FIELDS = (
-    _Field("minute", 0, 60),
-    _Field("hour", 0, 24),
-    _Field("day_of_month", 1, 31),
-    _Field("month_of_year", 1, 12, " or jan-dec"),
-    _Field("day_of_week", 0, 7, " (7 is Sunday too) or sun-sat"),
-)
-# Celery's parser ignores what follows the part that it understands, so the form is checked first.
-_PART = re.compile(r"\*(?:/[0-9]+)?|([0-9a-z]+)(?:-([0-9a-z]+)(?:/[0-9]+)?)?", re.IGNORECASE)
-
-
-@lru_cache(maxsize=4096)
-def _expand(kind: _Field, text: str) -> tuple[int, ...]:
-    """Return the sorted numbers that a cron field stands for."""
-    try:
-        values = {value for part in text.split(",") for value in _expand_part(kind, part)}
-    except (schedules.ParseException, ValueError):
-        raise invalid(kind.name, text, kind.accepted) from None
-    return tuple(sorted(values))
-
-
-def _expand_part(kind: _Field, part: str) -> set[int]:
-    form = _PART.fullmatch(part)
-    if form is None:
-        raise ValueError(part)
-    if kind.size == 7 and "7" in form.groups():
-        # Cron's other Sunday asks for a week that is one day longer.
-        return {day % 7 for day in schedules.crontab_parser(8).parse(part)}
-    return schedules.crontab_parser(kind.size, kind.first).parse(part)
-
-
-@dataclass(frozen=True, slots=True)
-class Crontab(Schedule):
-    """At the times of a cron expression, by the clocks of a time zone.
-
-    The expression has cron's five fields, each in Celery's language. A day must match both
-    day_of_month and day_of_week, as in Celery (in cron one is enough). Where clocks change:
-
-    - An hour field without ``*`` lists fixed times of the day. Each comes once a day: one that
-      clocks leave out runs when the gap ends (several are then one run), one that they show
-      twice runs the first time.
-    - An hour field with ``*`` follows elapsed time: the rule runs whenever clocks really show a
-      matching time. So ``*/15 * * * *`` runs every quarter of an hour across the gap and through
-      the repeated hour, and ``0 */2 * * *`` in each real hour with an even number: not in one
-      that is left out, and in both that are shown twice, as with Debian's cron.
-    """
-
-    expression: str
-    timezone: str = "UTC"
-    _elapsed: bool = field(init=False, repr=False, compare=False)
-    _minutes: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _hours: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _days: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _months: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _weekdays: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        texts = self.expression.split() if isinstance(self.expression, str) else []
-        if len(texts) != len(_FIELDS):
-            raise invalid("schedule", self.expression, _CRON)
-        numbers = [_expand(kind, text) for kind, text in zip(_FIELDS, texts, strict=True)]
-        days, months = numbers[2], numbers[3]
-        if days[0] > max(calendar.monthrange(_LEAP_YEAR, month)[1] for month in months):
-            raise InvalidTimerError(
-                f"Invalid crontab: day_of_month {texts[2]!r} never occurs in "
-                f"month_of_year {texts[3]!r}."
-            )
-        values = (" ".join(texts), zone_name(self.timezone), "*" in texts[1], *numbers)
-        for name, value in zip(self.__slots__, values, strict=True):
-            object.__setattr__(self, name, value)
-
-    def next_run_after(self, moment_ms: int, anchor_ms: int) -> int | None:
-        """Return the first slot after a moment."""
-        if moment_ms >= _LAST_MS:
-            return None
-        after = max(moment_ms, _FIRST_MS) // _SECOND + 1
-        found = self._next_elapsed(after) if self._elapsed else self._next_fixed(after)
-        return None if found is None else found * _SECOND
-
-    def _next_elapsed(self, after: int) -> int | None:
-        begin, wall = 0, -1
-        for start, end, offset in _periods_from(self.timezone, after):
-            last_begin, begin = begin, max(start, after) + offset
-            if not last_begin <= begin <= wall:  # else the time found before is still the first
-                found = self._next_wall(begin)
-                if found is None:
-                    return None
-                wall = found
-            if wall < end + offset:
-                return wall - offset
-        return None
-
-    def _next_fixed(self, after: int) -> int | None:
-        # A time has had its run once clocks have shown it or a later one, also before they were
-        # put back.
-        shown, wall = after - _TWO_DAYS_S, None
-        for start, end, offset in _periods_from(self.timezone, after - _TWO_DAYS_S):
-            if start < after:
-                shown = max(shown, min(end, after) + offset)
-            if end <= after:
-                continue
-            if wall is None:
-                wall = self._next_wall(shown)
-            if wall is None or wall < end + offset:
-                return None if wall is None else max(start, wall - offset)
-        return None
-
-    def _next_wall(self, wall: int) -> int | None:
-        """Return the first matching time that a clock shows, from a time on."""
-        day, minute = divmod(-(-wall // 60), _DAY_S // 60)
-        found = self._next_day(day)
-        if found == day:
-            time = self._next_time(*divmod(minute, 60))
-            if time is not None:
-                return day * _DAY_S + time * 60
-            found = self._next_day(day + 1)
-        if found is None:
-            return None
-        return found * _DAY_S + (self._hours[0] * 60 + self._minutes[0]) * 60
-
-    def _next_time(self, hour: int, minute: int) -> int | None:
-        """Return the first matching minute of a day, from an hour and minute on."""
-        hours, minutes = self._hours, self._minutes
-        index = bisect_left(hours, hour)
-        if index < len(hours) and hours[index] == hour:
-            if minute <= minutes[-1]:
-                return hour * 60 + minutes[bisect_left(minutes, minute)]
-            index += 1
-        return hours[index] * 60 + minutes[0] if index < len(hours) else None
-
-    def _next_day(self, day: int) -> int | None:
-        """Return the first matching day, from a day on, in days since 1970."""
-        if len(self._days) == 31 and len(self._months) == 12 and len(self._weekdays) == 7:
-            return day
-        date = dt.date.fromordinal(day + _EPOCH_ORDINAL)
-        year, month, from_day = date.year, date.month, date.day
-        while year <= min(date.year + _MAX_YEARS, dt.MAXYEAR):
-            found = self._day_of_month(year, month, from_day) if month in self._months else None
-            if found is not None:
-                return found
-            year, month, from_day = year + month // 12, month % 12 + 1, 1
-        return None
-
-    def _day_of_month(self, year: int, month: int, from_day: int) -> int | None:
-        before = dt.date(year, month, 1).toordinal() - 1
-        length = calendar.monthrange(year, month)[1]
-        for day in self._days[bisect_left(self._days, from_day) :]:
-            # Ordinal 1 was a Monday, so the remainder numbers weekdays as cron does.
-            if day <= length and (before + day) % 7 in self._weekdays:
-                return before + day - _EPOCH_ORDINAL
-        return None
-
-    def describe(self) -> str:
-        """Return for example "0 3 * * * (Europe/Paris)"."""
-        return f"{self.expression} ({self.timezone})"
-
-    def encode(self) -> dict[str, Any]:
-        """Return ``{"cron": expression}``, with "tz" if it is not UTC."""
-        return {"cron": self.expression} | _encode_zone(self.timezone)
 
 
 @lru_cache(maxsize=256)
@@ -552,7 +240,7 @@ class Solar(Schedule):
         for _ in range(_MAX_SEARCH_DAYS):
             with suppress(ephem.CircumpolarError):
                 found = getattr(observer.cal, observer.method)(sun, start=start, **options)
-                return _to_ms(found.datetime().replace(tzinfo=_UTC))
+                return _to_ms(found.datetime().replace(tzinfo=UTC))
             start = observer.cal.next_antitransit(sun, start=start)
         return None
 
@@ -586,12 +274,12 @@ def _is_number(value: object) -> bool:
 
 
 def _datetime(moment_ms: int) -> dt.datetime:
-    return _EPOCH + moment_ms * _MILLISECOND
+    return zones.EPOCH + moment_ms * _MILLISECOND
 
 
 def _to_ms(moment: dt.datetime) -> int:
     """Return a moment's milliseconds, rounded up so that nothing runs early."""
-    return -((_EPOCH - moment) // _MILLISECOND)
+    return -((zones.EPOCH - moment) // _MILLISECOND)
 
 
 def _last_slot(moment_ms: int, anchor_ms: int, step: int) -> int:
@@ -626,16 +314,23 @@ def _decoded(**data: Any) -> Schedule:
 def _decode(data: Any) -> Schedule:
     known = data if isinstance(data, dict) else {}
     relative, tz = known.get("relative", False), known.get("tz", "UTC")
+    dst = known.get("dst", zones.DEFAULT_POLICY)
     match known:
         case {"every": every, **rest} if rest.keys() <= {"relative", "tz"}:
             return Interval(every, relative, tz)
-        case {"cron": expression, **rest} if rest.keys() <= {"tz"}:
-            return Crontab(expression, tz)
+        case {"cron": expression, **rest} if rest.keys() <= {"tz", "dst"}:
+            return Crontab(expression, tz, dst)
+        case {"rrule": text, **rest} if rest.keys() <= {"tz", "dst"}:
+            return Recurrence(text, tz, dst)
         case {"solar": [event, lat, lon], **rest} if not rest:
             return Solar(event, lat, lon)
         case {"at": at_ms, **rest} if not rest:
             return OneShot(at_ms)
-    raise invalid("schedule", data, "a stored schedule with one of: every, cron, solar, at")
+        case {"custom": name, **rest} if rest.keys() <= {"repr"}:
+            return Custom(name, rest.get("repr", ""))
+    raise invalid(
+        "schedule", data, "a stored schedule with one of: every, cron, rrule, solar, at, custom"
+    )
 
 
 def parse(
@@ -644,47 +339,155 @@ def parse(
     timezone: dt.tzinfo | str | None,
     default_timezone: dt.tzinfo | str,
     relative: bool = False,
+    dst: str | None = None,
+    start_ms: int | None = None,
+    bound: bool = False,
 ) -> Schedule:
     """Return the rule for a schedule as users write it.
 
     Args:
-        value: Seconds, ``timedelta``, ``datetime``, a cron expression, Celery's ``schedule``,
-            ``crontab`` or ``solar``, or a rule, which is returned as it is.
+        value: Seconds, ``timedelta``, ``datetime``, a cron expression, an iCalendar rule or
+            dateutil's ``rrule``, Celery's ``schedule``, ``crontab`` or ``solar``, or a rule.
         timezone: The timer's own zone, if it has one.
         default_timezone: The zone of a timer without one, which is the Celery app's.
         relative: Whether an interval is rounded to its unit.
+        dst: What a rule of fixed times does where clocks change; ``None`` for the default.
+        start_ms: The moment at which an iCalendar rule without DTSTART begins.
+        bound: Whether the rule may be one that lives in this process's code.
 
     Raises:
-        InvalidTimerError: If the value is anything else, or cannot be stored.
+        InvalidTimerError: If the value is anything else, cannot be stored, or is not of a kind
+            that ``relative`` or ``dst`` is for.
     """
     explicit = None if timezone is None else zone_name(timezone)
+    if dst is not None:
+        zones.check_policy(dst)
     if isinstance(value, Schedule):
-        return value
+        rule = _in_zone(value, explicit)
+    else:
+        rule = _rule(
+            *(value, explicit, default_timezone), relative=relative, start_ms=start_ms, bound=bound
+        )
+    return _with_options(rule, explicit or default_timezone, relative=relative, dst=dst)
+
+
+def is_text(text: str) -> bool:
+    """Say whether a text is meant as a schedule, right or wrong, and not as a name."""
+    words = text.split()
+    if "FREQ=" in text.upper() or text.strip().startswith("@") or "*" in words:
+        return True
+    try:
+        Crontab(text)
+    except InvalidTimerError:
+        return False
+    return True
+
+
+def names_zone(value: Any) -> bool:
+    """Say whether a schedule, as users write it, says itself in which zone it is.
+
+    Raises:
+        InvalidTimerError: If that cannot be told, since it is none.
+    """
+    if isinstance(value, Schedule):
+        return hasattr(value, "timezone")
+    kind: Any = type(value)
+    if kind in (schedules.schedule, schedules.crontab):
+        return _own_zone(value) is not None
+    if recurrences.is_dateutil(value) or (isinstance(value, str) and recurrences.is_text(value)):
+        return recurrences.names_zone(value)
+    return isinstance(value, dt.datetime) and value.utcoffset() is not None
+
+
+def zone(zone: dt.tzinfo | str) -> dt.tzinfo:
+    """Return the time zone of a name, or of another tzinfo that means it.
+
+    Raises:
+        InvalidTimerError: If no zone is known by the name, or the tzinfo has none.
+    """
+    return zones.zone_of(zone_name(zone))
+
+
+def _rule(
+    value: Any,
+    zone: str | None,
+    default: dt.tzinfo | str,
+    *,
+    relative: bool,
+    start_ms: int | None,
+    bound: bool,
+) -> Schedule:
     kind: Any = type(value)  # a subclass may mean something else
+    if kind in (schedules.schedule, schedules.crontab) and zone is None:
+        zone = _own_zone(value)
+
+    def zone_in_force() -> str:
+        return zone or zone_name(default)
+
     if kind is schedules.solar:
         return Solar(value.event, value.lat, value.lon)
-    if kind in (schedules.schedule, schedules.crontab) and explicit is None:
-        explicit = _own_zone(value)
-
-    def zone() -> str:
-        return explicit or zone_name(default_timezone)
-
     if kind is schedules.schedule:
         value, relative = value.run_every, relative or bool(value.relative)
     if kind is schedules.crontab:
-        return _crontab(_expression(value), zone())
+        return _crontab(expression_of(value), zone_in_force())
+    if isinstance(value, schedules.BaseSchedule):
+        if not bound:
+            raise invalid("schedule", value, _SUBCLASS)
+        if zone is not None:
+            raise invalid("timezone", zone, "none: a subclass's own code says in which it goes")
+        return custom_of(value)
+    if recurrences.is_dateutil(value) or (isinstance(value, str) and recurrences.is_text(value)):
+        return recurrences.recurrence_of(value, zone, lambda: zone_name(default), start_ms)
     if isinstance(value, str):
-        return _crontab(value, zone())
+        return _crontab(value, zone_in_force())
     if isinstance(value, dt.datetime):
-        return OneShot(_instant_ms(value, zone))
-    if isinstance(value, dt.timedelta) or _is_number(value):
-        return _interval(_every_ms(value), relative, zone() if relative else "UTC")
-    raise invalid("schedule", value, _SCHEDULE)
+        return OneShot(moment_ms("schedule", value, zone or default))
+    return _interval(value, zone_in_force() if relative else None)
+
+
+def _with_options(
+    rule: Schedule, zone: dt.tzinfo | str, *, relative: bool, dst: str | None
+) -> Schedule:
+    """Return a rule with what was asked for beside it."""
+    if not isinstance(relative, bool) or (relative and not isinstance(rule, Interval)):
+        raise invalid("relative", relative, "True only with an interval")
+    if relative and isinstance(rule, Interval) and not rule.relative:
+        rule = replace(rule, relative=True, timezone=zone_name(zone))
+    if dst is None:
+        return rule
+    if not isinstance(rule, ClockRule):
+        raise invalid("dst", dst, "it only with a crontab or an rrule")
+    return _with_dst(rule, dst)
+
+
+def _in_zone(rule: Schedule, zone: str | None) -> Schedule:
+    """Return a rule by the clocks of a zone."""
+    if zone is None:
+        return rule
+    if isinstance(rule, Crontab | Recurrence | Interval):
+        return replace(rule, timezone=zone)
+    raise invalid("timezone", zone, f"none, for the clocks of no zone change {rule.describe()!r}")
 
 
 # Many timers have the same rule: it is made once.
 _crontab = lru_cache(maxsize=1024)(Crontab)
-_interval = lru_cache(maxsize=1024)(Interval)
+_every = lru_cache(maxsize=1024)(Interval)
+
+
+@lru_cache(maxsize=1024)
+def _with_dst(rule: Any, dst: str) -> Schedule:
+    changed: Schedule = replace(rule, dst=dst)
+    return changed
+
+
+def _interval(value: Any, relative_zone: str | None) -> Schedule:
+    """Return the interval of a number of seconds or a ``timedelta``, rounded in a zone if any."""
+    if not isinstance(value, dt.timedelta) and not _is_number(value):
+        raise invalid("schedule", value, _SCHEDULE)
+    every_ms = _every_ms(value)
+    if relative_zone is None:
+        return _every(every_ms)
+    return _every(every_ms, True, relative_zone)
 
 
 def _every_ms(value: Any) -> int:
@@ -694,50 +497,55 @@ def _every_ms(value: Any) -> int:
     return round(seconds * _SECOND)
 
 
-def _instant_ms(value: dt.datetime, zone: Callable[[], str]) -> int:
-    """Return a datetime's moment; a time that clocks leave out is the end of the gap."""
+def moment_ms(field: str, value: object, zone: dt.tzinfo | str) -> int:
+    """Return the milliseconds of a datetime, rounded up so that nothing runs early.
+
+    Args:
+        field: What the value is for; the error names it.
+        value: An aware datetime, or a naive one, which is what the clocks of the zone show. A time
+            that they leave out is the end of the gap, one that they show twice the first.
+        zone: The zone of a naive one; it may be one that cannot be named if there is no need.
+
+    Raises:
+        InvalidTimerError: If the value is no datetime, or one that not every zone can show.
+    """
+    if not isinstance(value, dt.datetime):
+        raise invalid(field, value, "a datetime")
     if value.utcoffset() is None:
-        value = value.replace(tzinfo=_zone(zone()))
+        value = value.replace(tzinfo=zones.zone_of(zone_name(zone)))
     try:
-        moment = value.astimezone(_UTC)
+        moment = value.astimezone(UTC)
         shown = moment.astimezone(value.tzinfo)
     except OverflowError:
-        raise invalid("schedule", value, "a moment within the years 2 to 9998") from None
-    if isinstance(value.tzinfo, ZoneInfo) and shown.replace(tzinfo=None) != value.replace(
-        tzinfo=None
-    ):
-        wall = (value.replace(tzinfo=_UTC) - _EPOCH) // dt.timedelta(seconds=1)
-        gap_end = _moment_of(zone_name(value.tzinfo), wall)
-        if gap_end is not None:
-            return gap_end * _SECOND
-    return _to_ms(moment)
+        raise invalid(field, value, "a moment within the years 2 to 9998") from None
+    at_ms = _to_ms(moment)
+    if shown.replace(tzinfo=None) != value.replace(tzinfo=None):
+        at_ms = _gap_end_ms(value) or at_ms
+    if not _FIRST_MS <= at_ms < _LAST_MS:
+        raise invalid(field, value, "a moment within the years 2 to 9998")
+    return at_ms
 
 
-def _expression(crontab: Any) -> str:
-    """Return the cron expression of Celery's crontab, as it was written where that is text."""
-    texts = []
-    for kind in _FIELDS:
-        written, numbers = getattr(crontab, f"_orig_{kind.name}"), getattr(crontab, kind.name)
-        if isinstance(written, str):
-            texts.append("".join(written.split()))
-        elif numbers and all(_is_int(number) for number in numbers):
-            texts.append(",".join(map(str, sorted(numbers))))
-        else:
-            raise invalid(kind.name, written, kind.accepted)
-    return " ".join(texts)
+def _gap_end_ms(value: dt.datetime) -> int | None:
+    """Return when the clocks of a datetime's own zone have passed over it."""
+    wall = (value.replace(tzinfo=UTC) - zones.EPOCH) // dt.timedelta(seconds=1)
+    with suppress(InvalidTimerError):  # nothing is known of the clocks of a nameless zone
+        gap_end = zones.moment_of(zone_name(value.tzinfo), wall)
+        return None if gap_end is None else gap_end * _SECOND
+    return None
 
 
 def _own_zone(rule: Any) -> str | None:
     """Return the zone that Celery's crontab or schedule carries itself, in its tz or nowfun."""
-    zones = set()
+    own = set()
     # A plain interval has no use for a zone, and its tz is only what it once looked up.
     if vars(rule).get("tz") is not None and getattr(rule, "relative", True):
-        zones.add(zone_name(rule.tz))
+        own.add(zone_name(rule.tz))
     if rule.nowfun is not None:
-        zones.add(_zone_of_nowfun(rule.nowfun))
-    if len(zones) > 1:
+        own.add(_zone_of_nowfun(rule.nowfun))
+    if len(own) > 1:
         raise invalid("schedule", rule, "one time zone, but its tz and its nowfun name two")
-    return next(iter(zones), None)
+    return next(iter(own), None)
 
 
 def _zone_of_nowfun(nowfun: Any) -> str:

@@ -6,8 +6,10 @@ import copy
 import json
 import pickle
 import sys
+import time
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone, tzinfo
 from functools import lru_cache
 from itertools import islice, pairwise
@@ -17,6 +19,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from celery import schedules as celery_schedules
 from celery.schedules import crontab, schedule, solar
+from dateutil import tz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,12 +28,17 @@ from celery_dtimer.schedules import (
     Crontab,
     Interval,
     OneShot,
+    Recurrence,
     Schedule,
     Solar,
     decode,
+    is_text,
+    moment_ms,
+    names_zone,
     parse,
     zone_name,
 )
+from celery_dtimer.schedules import zone as zone_of
 
 UTC = timezone.utc
 MINUTE = timedelta(minutes=1)
@@ -302,6 +310,104 @@ def test_moments_that_no_calendar_shows_are_no_error(rule: Schedule, moment: int
         slot = each.next_run_after(moment, moment)
         assert slot is None or slot > moment
         each.first_run(moment)
+    if moment < 0:
+        assert rule.next_run_after(moment, 0) is not None, "the first that a calendar shows"
+
+
+# --- seconds, the last day, and policies ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expression", "after", "first"),
+    [
+        ("*/20 * * * * *", "2026-01-01T00:00", ["00:00:20", "00:00:40", "00:01:00"]),
+        ("*/20 * * * * *", "2026-01-01T00:00:19.999", ["00:00:20", "00:00:40", "00:01:00"]),
+        ("5,50 59 23 * * *", "2026-01-01T12:00", ["23:59:05", "23:59:50", "23:59:05"]),
+        ("7 */30 1,3 * * *", "2026-01-01T01:00:07", ["01:30:07", "03:00:07", "03:30:07"]),
+        ("59-1 0 0 * * *", "2026-01-01T12:00", ["00:00:00", "00:00:01", "00:00:59"]),
+    ],
+)
+def test_six_fields_begin_with_seconds(expression: str, after: str, first: list[str]) -> None:
+    found = islice(slots(Crontab(expression), ms(after), ms("2030-01-01")), len(first))
+    assert [
+        datetime.fromtimestamp(slot / 1000, UTC).strftime("%H:%M:%S") for slot in found
+    ] == first
+
+
+@pytest.mark.parametrize(
+    ("days", "found"),
+    [
+        ("L", ["01-31", "02-28", "03-31", "04-30", "05-31"]),
+        ("15,L", ["01-15", "01-31", "02-15", "02-28", "03-15"]),
+        ("30,L", ["01-30", "01-31", "02-28", "03-30", "03-31"]),
+        ("31,L", ["01-31", "02-28", "03-31", "04-30", "05-31"]),
+    ],
+)
+def test_l_is_the_last_day_of_the_month(days: str, found: list[str]) -> None:
+    rule = Crontab(f"0 0 {days} * *")
+    first = islice(slots(rule, ms("2026-01-01"), ms("2030-01-01")), 5)
+    assert [datetime.fromtimestamp(slot / 1000, UTC).strftime("%m-%d") for slot in first] == found
+
+
+def test_the_last_day_is_always_possible() -> None:
+    assert Crontab("0 0 31,L 4 *").next_run_after(ms("2026-01-01"), 0) == ms("2026-04-30")
+    assert Crontab("0 0 30,L feb *").next_run_after(ms("2028-01-01"), 0) == ms("2028-02-29")
+    assert Crontab("0 0 L * fri").next_run_after(ms("2026-01-01"), 0) == ms("2026-07-31")
+
+
+@pytest.mark.parametrize("days", ["*", "*,L", "1-31", "1-30,L", "1-30,31"])
+def test_every_day_in_any_words(days: str) -> None:
+    rule = Crontab(f"0 0 {days} * *")
+    assert rule.count_between(ms("2026-12-31T12:00"), ms("2027-12-31T12:00"), 0) == 365
+
+
+def test_some_days_and_the_last_are_not_every_day() -> None:
+    rule = Crontab("0 0 1-4,6-31,L * *")  # as many words as a month has days
+    assert rule.count_between(ms("2026-12-31T12:00"), ms("2027-12-31T12:00"), 0) == 365 - 12
+
+
+def test_celery_itself_refuses_what_only_our_text_can_say() -> None:
+    with pytest.raises((ValueError, celery_schedules.ParseException)):
+        crontab(day_of_month="L")
+
+
+GAP, FOLD = "2026-03-08T05:00", "2026-11-01T04:00"  # midnights in New York
+
+
+@pytest.mark.parametrize(
+    ("dst", "in_gap", "in_fold"),
+    [
+        ("cron", "08 03:00 -0400", ["01 01:30 -0400", "02 01:30 -0500"]),
+        ("skip", "09 02:30 -0400", ["01 01:30 -0400", "02 01:30 -0500"]),
+        ("shift", "08 03:30 -0400", ["01 01:30 -0400", "02 01:30 -0500"]),
+        ("both", "08 03:00 -0400", ["01 01:30 -0400", "01 01:30 -0500"]),
+    ],
+)
+def test_policies_for_fixed_times(dst: str, in_gap: str, in_fold: list[str]) -> None:
+    assert runs(Crontab("30 2 * * *", NEW_YORK, dst), NEW_YORK, GAP, 1) == [in_gap]
+    assert runs(Crontab("30 1 * * *", NEW_YORK, dst), NEW_YORK, FOLD, 2) == in_fold
+
+
+@pytest.mark.parametrize("dst", ["skip", "shift", "both"])
+def test_policies_do_not_concern_elapsed_time(dst: str) -> None:
+    for moment in (GAP, FOLD):
+        hourly = Crontab("30 */2 * * *", NEW_YORK)
+        assert runs(replace(hourly, dst=dst), NEW_YORK, moment, 8) == runs(
+            hourly, NEW_YORK, moment, 8
+        )
+
+
+@pytest.mark.parametrize(
+    ("dst", "first"),
+    [
+        ("cron", ["29 03:00 -1000", "31 00:00 +1400", "31 03:00 +1400"]),
+        ("skip", ["29 03:00 -1000", "31 03:00 +1400"]),
+        ("shift", ["29 03:00 -1000", "31 03:00 +1400", "01 03:00 +1400"]),
+    ],
+)
+def test_a_day_that_is_left_out(dst: str, first: list[str]) -> None:
+    rule = Crontab("0 3 * * *", "Pacific/Apia", dst)
+    assert runs(rule, "Pacific/Apia", "2011-12-29T12:00", len(first)) == first
 
 
 # --- intervals ----------------------------------------------------------------------------------
@@ -468,7 +574,7 @@ def test_solar_without_ephem_says_what_to_install(monkeypatch: pytest.MonkeyPatc
 ZONES = st.sampled_from(["UTC", "Europe/Paris", "-03:30", "+05:30", LORD_HOWE])
 RULES = st.one_of(
     st.builds(Interval, st.integers(100, 10**12), st.booleans(), ZONES),
-    st.builds(Crontab, EXPRESSIONS, ZONES),
+    st.builds(Crontab, EXPRESSIONS, ZONES, st.sampled_from(["cron", "skip", "shift", "both"])),
     st.builds(OneShot, st.integers(-(10**12), 10**14)),
     st.builds(Solar, st.just("sunset"), st.floats(-90, 90), st.floats(-180, 180)),
 )
@@ -501,6 +607,15 @@ def test_a_rule_survives_storage(rule: Schedule) -> None:
             "0 3 * * * (Europe/Paris)",
         ),
         (Crontab("0 3 * * *"), {"cron": "0 3 * * *"}, "0 3 * * * (UTC)"),
+        (Crontab("0 3 * * *", dst="cron"), {"cron": "0 3 * * *"}, "0 3 * * * (UTC)"),
+        (
+            Crontab("0 3 * * *", "Europe/Paris", "skip"),
+            {"cron": "0 3 * * *", "tz": "Europe/Paris", "dst": "skip"},
+            "0 3 * * * (Europe/Paris, dst skip)",
+        ),
+        (Crontab("@daily"), {"cron": "0 0 * * *"}, "0 0 * * * (UTC)"),
+        (Crontab("0-0 0 0 * * *"), {"cron": "0 0 * * *"}, "0 0 * * * (UTC)"),
+        (Crontab("5 0 0 l * *"), {"cron": "5 0 0 L * *"}, "5 0 0 L * * (UTC)"),
         (Solar("sunset", 48.8, 2.3), {"solar": ["sunset", 48.8, 2.3]}, "sunset at 48.8, 2.3"),
         (
             OneShot(ms("2027-01-01")),
@@ -520,6 +635,8 @@ def test_what_is_stored_and_said(rule: Schedule, data: dict[str, Any], words: st
         *(None, 1, "0 3 * * *", [], {}, {"every": "10"}, {"every": True}, {"every": 10.5}),
         *({"every": 99}, {"every": 10**30}, {"every": None}, {"every": 1000, "relative": 1}),
         *({"every": 1000, "cron": "* * * * *"}, {"every": 1000, "tz": 5}, {"every": 1000, "x": 1}),
+        *({"cron": "* * * * *", "dst": "no"}, {"cron": "* * * * *", "dst": ["skip"]}),
+        *({"every": 1000, "dst": "cron"}, {"at": 1, "dst": "cron"}),
         *({"cron": 5}, {"cron": "* * * *"}, {"cron": "0 0 31 4 *"}, {"cron": "0 0 30 2 *"}),
         *({"cron": "* * * * *", "tz": "Mars/Olympus"}, {"cron": "* * * * *", "tz": None}),
         *({"cron": "* * * * *", "tz": "America"}, {"cron": "* * * * *", "tz": "../etc/passwd"}),
@@ -542,7 +659,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-KEYS = st.sampled_from(["every", "cron", "solar", "at", "relative", "tz"])
+KEYS = st.sampled_from(
+    ["every", "cron", "rrule", "solar", "at", "custom", "repr", "relative", "tz", "dst"]
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -584,6 +703,17 @@ def with_tz(rule: crontab, zone: str) -> crontab:
         ("0 3 * * *", Crontab("0 3 * * *")),
         ("  0\t3 *  * mon-fri ", Crontab("0 3 * * mon-fri")),
         ("0 0 * * 7", Crontab("0 0 * * 7")),
+        ("0  0 * *  *", Crontab("0 0 * * *")),
+        ("@hourly", Crontab("0 * * * *")),
+        ("@daily", Crontab("0 0 * * *")),
+        (" @Midnight", Crontab("0 0 * * *")),
+        ("@WEEKLY", Crontab("0 0 * * 0")),
+        ("@monthly", Crontab("0 0 1 * *")),
+        ("@yearly", Crontab("0 0 1 1 *")),
+        ("@annually", Crontab("0 0 1 1 *")),
+        ("0 3 15,l * *", Crontab("0 3 15,L * *")),
+        ("*/10 * * * * *", Crontab("*/10 * * * * *")),
+        ("0 30 3 * * mon", Crontab("30 3 * * mon")),
         (crontab(minute="*/15"), Crontab("*/15 * * * *")),
         (crontab(16, 4), Crontab("16 4 * * *")),
         (crontab(minute={30, 0, 15}, hour=[8, 9]), Crontab("0,15,30 8,9 * * *")),
@@ -640,11 +770,48 @@ def test_the_zone_of_a_crontab_is_the_first_that_is_named() -> None:
         (ZoneInfo("Asia/Kathmandu"), "Asia/Kathmandu"),
         (timezone(timedelta(hours=5, minutes=30)), "+05:30"),
         (timezone(-timedelta(hours=3, minutes=30)), "-03:30"),
+        (tz.UTC, "UTC"),
+        (tz.gettz("Asia/Kathmandu"), "Asia/Kathmandu"),
     ],
 )
 def test_names_of_zones(zone: tzinfo | str, name: str) -> None:
     assert zone_name(zone) == name
     assert parsed("0 3 * * *", zone) == Crontab("0 3 * * *", name)
+
+
+def test_the_zone_of_a_name() -> None:
+    assert zone_of("Asia/Kathmandu") == ZoneInfo("Asia/Kathmandu")
+    assert zone_of(tz.gettz("Asia/Kathmandu")) == ZoneInfo("Asia/Kathmandu")
+    assert zone_of("+05:30") == timezone(timedelta(hours=5, minutes=30))
+    with pytest.raises(InvalidTimerError, match="timezone="):
+        zone_of("Mars/Olympus")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_schedule"),
+    [
+        *(("0 3 * * *", True), ("0 3 1 1 mon", True), ("61 * * * *", True), ("@daily", True)),
+        *(("@never", True), ("RRULE:FREQ=DAILY", True), ("DTSTART:20270101\nfreq=DAILY", True)),
+        *(("daily", False), ("orders:daily", False), ("a=b", False), ("", False)),
+        *(("send mail to all users", False), ("5 big reports for bob", False)),
+    ],
+)
+def test_a_text_is_a_schedule_or_a_name(text: str, is_schedule: bool) -> None:
+    assert is_text(text) == is_schedule
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        *((10, False), ("0 3 * * *", False), (crontab(0, 3), False), (schedule(10), False)),
+        *((crontab(0, 9, nowfun=tokyo_now), True), (Crontab("0 3 * * *"), True)),
+        *((OneShot(5), False), (datetime(2027, 1, 1, tzinfo=UTC), True)),
+        *(("FREQ=DAILY", False), ("DTSTART:20270101T000000Z\nFREQ=DAILY", True)),
+        *((Daily(0, 9), False), (solar("sunset", 48.8, 2.3), False)),
+    ],
+)
+def test_a_schedule_may_name_its_zone_itself(value: object, named: bool) -> None:
+    assert names_zone(value) == named
 
 
 class Nameless(tzinfo):
@@ -683,10 +850,16 @@ def failing_now() -> datetime:
         (datetime.max.replace(tzinfo=timezone(-timedelta(hours=5))), "schedule=.*years"),
         ("", "schedule=''"),
         ("daily", "schedule='daily'.*minute hour day_of_month"),
-        ("@daily", "schedule='@daily'.*minute hour day_of_month"),
+        ("@reboot", "schedule='@reboot'.*seconds before it, or one of @hourly"),
         ("* * * *", r"schedule='\* \* \* \*'"),
-        ("0 0 * * * *", "schedule='0 0 .*'.*minute hour day_of_month"),
-        ("0 0 L * *", "day_of_month='L'.*1-31"),
+        ("0 0 0 * * * *", "schedule='0 0 0 .*'.*minute hour day_of_month"),
+        ("60 0 0 * * *", "second='60'.*0-59"),
+        ("L 0 0 * * *", "second='L'"),
+        ("0 L * * *", "hour='L'"),
+        ("0 0 1-L * *", "day_of_month='1-L'.*1-31 or L"),
+        ("0 0 L/2 * *", "day_of_month='L/2'"),
+        ("61 25 * * *", "minute='61' .*0-59.*; hour='25' .*0-23"),
+        ("x x x x x x", "second='x'.*minute='x'.*hour='x'.*_month='x'.*of_year='x'.*week='x'"),
         ("1/5 * * * *", "minute='1/5'.*0-59"),
         ("60 * * * *", "minute='60'"),
         ("*/0 * * * *", r"minute='\*/0'"),
@@ -712,6 +885,7 @@ def failing_now() -> datetime:
         (schedule(None), "schedule=None"),
         (Daily(0, 9), "subclass"),
         (celery_schedules.BaseSchedule(), "subclass"),
+        (datetime(1, 1, 1, tzinfo=UTC), "schedule=.*years 2 to 9998"),
     ],
 )
 def test_what_is_refused_names_the_field_and_the_value(value: object, message: str) -> None:
@@ -724,6 +898,117 @@ def test_unknown_zones_are_refused(zone: Any) -> None:
     for value in (10, "0 3 * * *", datetime(2026, 1, 1, tzinfo=UTC)):
         with pytest.raises(InvalidTimerError, match="timezone="):
             parsed(value, zone)
+
+
+@pytest.mark.parametrize("dst", ["", "Cron", "utc", True, 5, ["skip"]])
+def test_unknown_policies_are_refused(dst: Any) -> None:
+    for make in (lambda: parsed("0 3 * * *", dst=dst), lambda: Crontab("0 3 * * *", dst=dst)):
+        with pytest.raises(InvalidTimerError, match=r"dst=.*'cron', 'skip', 'shift', 'both'"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(10, timedelta(days=1), schedule(30), solar("sunset", 48.8, 2.3)),
+        *(datetime(2027, 1, 1, tzinfo=UTC), Interval(1000), OneShot(5), Solar("sunset", 0, 0)),
+    ],
+)
+def test_a_policy_is_for_rules_by_a_clock(value: Any) -> None:
+    with pytest.raises(InvalidTimerError, match=r"dst='cron'.* only with a crontab or an rrule"):
+        parsed(value, dst="cron")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("0 3 * * *", crontab(0, 3), solar("sunset", 48.8, 2.3), datetime(2027, 1, 1, tzinfo=UTC)),
+        *(Crontab("0 3 * * *"), OneShot(5), "DTSTART:20270101\nFREQ=DAILY"),
+    ],
+)
+def test_relative_is_for_intervals(value: Any) -> None:
+    assert parsed(value, relative=False)
+    with pytest.raises(InvalidTimerError, match=r"relative=True .* only with an interval"):
+        parsed(value, relative=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "rule"),
+    [
+        ("0 3 * * *", {"dst": "skip"}, Crontab("0 3 * * *", dst="skip")),
+        (crontab(0, 3), {"dst": "both"}, Crontab("0 3 * * *", dst="both")),
+        (crontab(0, 3), {"dst": "cron"}, Crontab("0 3 * * *")),
+        (Crontab("0 3 * * *"), {"dst": "skip"}, Crontab("0 3 * * *", dst="skip")),
+        (Crontab("0 3 * * *", dst="skip"), {}, Crontab("0 3 * * *", dst="skip")),
+        (Crontab("0 3 * * *"), {"timezone": NEW_YORK}, Crontab("0 3 * * *", NEW_YORK)),
+        (
+            Recurrence("DTSTART:20270101\nFREQ=DAILY"),
+            {"timezone": NEW_YORK, "dst": "shift"},
+            Recurrence("DTSTART:20270101\nFREQ=DAILY", NEW_YORK, "shift"),
+        ),
+        (Interval(DAY), {"relative": True}, Interval(DAY, relative=True)),
+        (
+            Interval(DAY),
+            {"relative": True, "default": ZoneInfo(NEW_YORK)},
+            Interval(DAY, relative=True, timezone=NEW_YORK),
+        ),
+        (
+            Interval(DAY, relative=True, timezone="Europe/Paris"),
+            {"relative": True, "default": ZoneInfo(NEW_YORK)},
+            Interval(DAY, relative=True, timezone="Europe/Paris"),
+        ),
+        (
+            Interval(DAY, relative=True),
+            {"timezone": NEW_YORK},
+            Interval(DAY, relative=True, timezone=NEW_YORK),
+        ),
+        (Interval(DAY), {"timezone": NEW_YORK}, Interval(DAY)),
+        (
+            schedule(3600, nowfun=tokyo_now),
+            {"relative": True},
+            Interval(HOUR, relative=True, timezone="Asia/Tokyo"),
+        ),
+    ],
+)
+def test_what_is_given_beside_a_schedule_is_applied(
+    value: Any, options: dict[str, Any], rule: Schedule
+) -> None:
+    assert parsed(value, **options) == rule
+
+
+@pytest.mark.parametrize("rule", [OneShot(5), Solar("sunset", 48.8, 2.3)])
+def test_no_zone_changes_a_moment(rule: Schedule) -> None:
+    with pytest.raises(InvalidTimerError, match=r"timezone='UTC'.*no zone"):
+        parsed(rule, "UTC")
+
+
+@pytest.mark.parametrize(
+    ("value", "zone", "moment"),
+    [
+        (datetime(2026, 7, 1, 9, tzinfo=ZoneInfo("Europe/Paris")), NEW_YORK, "2026-07-01T07:00"),
+        (datetime(2026, 7, 1, 9), NEW_YORK, "2026-07-01T13:00"),  # noqa: DTZ001
+        (datetime(2026, 7, 1, 9), ZoneInfo(NEW_YORK), "2026-07-01T13:00"),  # noqa: DTZ001
+        (datetime(2026, 3, 8, 2, 30), NEW_YORK, "2026-03-08T07:00"),  # noqa: DTZ001
+        (datetime(2026, 3, 8, 2, 30, tzinfo=tz.gettz(NEW_YORK)), "UTC", "2026-03-08T07:00"),
+        (datetime(2026, 11, 1, 1, 30), NEW_YORK, "2026-11-01T05:30"),  # noqa: DTZ001
+        (datetime(2011, 12, 30, 9), "Pacific/Apia", "2011-12-30T10:00"),  # noqa: DTZ001
+        (datetime(2027, 1, 1, 0, 0, 0, 1), "UTC", "2027-01-01T00:00:00.001"),  # noqa: DTZ001
+        (datetime(2027, 1, 1, tzinfo=UTC), Nameless(), "2027-01-01"),
+    ],
+)
+def test_the_moment_of_a_datetime(value: datetime, zone: Any, moment: str) -> None:
+    assert moment_ms("end_at", value, zone) == ms(moment)
+
+
+LAST_TIME = datetime.max  # noqa: DTZ901
+
+
+@pytest.mark.parametrize(
+    "value", [None, 5, "2027-01-01", date(2027, 1, 1), LAST_TIME, datetime(1, 1, 1, tzinfo=UTC)]
+)
+def test_what_is_no_moment_is_refused_by_the_name_of_its_field(value: Any) -> None:
+    with pytest.raises(InvalidTimerError, match=r"^end_at=.*(a datetime|years 2 to 9998)"):
+        moment_ms("end_at", value, "UTC")
 
 
 def test_a_default_zone_without_a_name_matters_only_where_it_is_used() -> None:
@@ -756,3 +1041,38 @@ def test_fractions_and_relative_are_part_of_the_value() -> None:
     assert Interval(HOUR, timezone=NEW_YORK) == Interval(HOUR)
     assert Crontab("0 3 * * *") != Crontab("0 3 * * *", "Europe/Paris")
     assert Crontab("0 0-23 * * *") != Crontab("0 * * * *")  # only one follows elapsed time
+
+
+# --- one rhythm in every zone -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "zone",
+    ["UTC", "Asia/Kolkata", "America/St_Johns", "Pacific/Apia", "Asia/Kathmandu", NEW_YORK],
+)
+@pytest.mark.parametrize("host", ["UTC", "Asia/Tokyo", "America/Los_Angeles"])
+def test_schedules_go_by_their_zone_and_not_by_the_hosts(
+    zone: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = ZoneInfo(zone)
+    monkeypatch.setenv("TZ", host)
+    time.tzset()
+    try:
+        now = ms(datetime(2026, 5, 4, 9, 59, 59, tzinfo=info))
+        at = ms(datetime(2026, 5, 4, 10, 0, tzinfo=info))
+        assert parsed(20, default=info).first_run(now) == now + 20_000
+        assert parsed(20, default=info).next_run_after(now + 30_000, now) == now + 40_000
+        assert parsed(crontab(0, 10), default=info).first_run(now) == at
+        assert parsed(datetime(2026, 5, 4, 10), default=info).first_run(now) == at  # noqa: DTZ001
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_a_timer_never_runs_for_a_slot_before_it_existed() -> None:
+    """However long ago the rule matched last."""
+    rule = parsed(crontab(minute=0, hour=5, day_of_month=1))
+    assert rule.first_run(ms("2026-05-17T16:00")) == ms("2026-06-01T05:00")
+    assert parsed(crontab(minute="0,45")).next_run_after(
+        ms("2026-05-17T10:20"), ms("2026-05-17T08:45")
+    ) == ms("2026-05-17T10:45")
