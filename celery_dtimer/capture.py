@@ -136,15 +136,16 @@ def capture(transport: Any) -> bool:
 class Published:
     """What Celery's signals say of a message that was published."""
 
+    task: str  #: its name, as it was sent
     body: Any
     headers: Mapping[str, Any]
     exchange: Any
     routing_key: str
 
-    def announce(self, task: str) -> None:
+    def announce(self) -> None:
         """Send the signals that follow a publish."""
         signals.after_task_publish.send(
-            sender=task,
+            sender=self.task,
             body=self.body,
             headers=self.headers,
             exchange=self.exchange,
@@ -152,9 +153,9 @@ class Published:
         )
         args, kwargs, *_ = self.body
         signals.task_sent.send(  # as Celery itself still does
-            sender=task,
+            sender=self.task,
             task_id=self.headers["id"],
-            task=task,
+            task=self.task,
             args=args,
             kwargs=kwargs,
             eta=self.headers["eta"],
@@ -209,7 +210,10 @@ class _StoppingProducer(Producer):
         if self.stops:
             self.stops = False
             raise Stopped(
-                Published(body, kwargs["headers"], kwargs["exchange"], kwargs["routing_key"])
+                Published(
+                    kwargs["headers"]["task"],
+                    *(body, kwargs["headers"], kwargs["exchange"], kwargs["routing_key"]),
+                )
             )
         return result
 

@@ -2,7 +2,7 @@
 
 The broker numbers what is published on a channel from 1 and answers each number with an ack (it has
 the message) or a nack (it refuses it), late and several at once. `Confirms` counts along and keeps
-for each run a `Receipt`, which says what the broker has answered so far.
+for each message of a run a `Receipt`, which says what the broker has answered so far.
 
 What it does not promise: when the channel or the connection ends, the messages without an answer
 may have arrived or not; their receipts stay ``unknown``. A message to an exchange that does not
@@ -21,7 +21,7 @@ from amqp.exceptions import ChannelError, FrameSyntaxError
 
 @dataclass(slots=True, eq=False)
 class Receipt:
-    """What the broker has said of a run's message; ``unknown`` until it answers."""
+    """What the broker has said of a message; ``unknown`` until it answers."""
 
     answer: Literal["unknown", "confirmed", "refused"] = "unknown"
 

@@ -3,44 +3,68 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from datetime import datetime, timedelta
-from functools import lru_cache
+import math
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timedelta, timezone, tzinfo
+from functools import lru_cache, partial
 from typing import Any
 
 from kombu import Exchange, Queue
 from kombu.serialization import registry  # type: ignore[attr-defined]
 
+from celery_dtimer import schedules
 from celery_dtimer.errors import invalid
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+
+def check_options(options: Mapping[str, Any], zone: tzinfo | str = "UTC") -> dict[str, Any]:
     """Return a message's options as they can be stored.
 
-    They are what ``apply_async`` takes. Relative ``expires`` count from the moment of sending.
+    They are what ``apply_async`` takes. Times may be timedeltas, which become seconds. An
+    ``expires`` in seconds counts from the moment of each sending; one that is a datetime is the
+    same moment for all runs, and is returned aware. ``link`` and ``link_error`` are signatures, or
+    lists of them, and are returned as Celery's own dicts.
+
+    Args:
+        options: by name; None stands for the default.
+        zone: of datetimes that name none.
 
     Raises:
         InvalidTimerError: an option cannot work; the message names it, its value and what is
             accepted.
     """
-    if not options:
-        return {}
+    checked = dict(options)
     for name, value in options.items():
         _check_option_name(name, value)
+        if value is None:
+            continue
         kinds, accepted = _OPTION_TYPES.get(name, ((object,), ""))
-        if value is not None and (
-            not isinstance(value, kinds) or (isinstance(value, bool) and object not in kinds)
-        ):
-            raise invalid(f"options[{name!r}]", value, accepted)
-    checked = dict(options)
-    expires = options.get("expires")
-    if isinstance(expires, timedelta):
-        checked["expires"] = expires.total_seconds()
-    serializer = options.get("serializer")
-    if serializer is not None and serializer not in registry.name_to_type:
-        known = ", ".join(sorted(map(str, registry.name_to_type)))
-        raise invalid("options['serializer']", serializer, f"one of {known}")
+        field = f"options[{name!r}]"
+        if not isinstance(value, kinds) or (isinstance(value, bool) and object not in kinds):
+            raise invalid(field, value, accepted)
+        if name == "expires":
+            checked[name] = _expires(field, value, zone)
+        elif isinstance(value, timedelta):
+            checked[name] = value.total_seconds()
+        elif name in LINKS:
+            checked[name] = each_link(value, partial(plain_signature, field))
+        elif name == "serializer" and value not in registry.name_to_type:
+            known = ", ".join(sorted(map(str, registry.name_to_type)))
+            raise invalid(field, value, f"one of {known}")
     return checked
+
+
+def _expires(field: str, value: Any, zone: tzinfo | str) -> Any:
+    if isinstance(value, datetime):
+        if value.utcoffset() is not None:
+            return value
+        return _EPOCH + timedelta(milliseconds=schedules.moment_ms(field, value, zone))
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not (seconds > 0 and math.isfinite(seconds)):
+        accepted = "more than 0 seconds, counted from each sending: else no message is ever run"
+        raise invalid(field, value, accepted)
+    return seconds
 
 
 # What apply_async and kombu's publish take, and what a timer is described by: a name close to one
@@ -52,7 +76,16 @@ _OPTION_NAMES = frozenset(
     "retry retry_policy root_id router routing_key serializer shadow soft_time_limit "
     "stamped_headers time_limit timeout".split()
 )
-_SECONDS: tuple[tuple[type, ...], str] = ((int, float), "seconds as a number")
+#: The options that name what is sent after a task, in the worker.
+LINKS = ("link", "link_error")
+_SECONDS: tuple[tuple[type, ...], str] = (
+    (int, float, timedelta),
+    "seconds as a number, or a timedelta",
+)
+_SIGNATURES: tuple[tuple[type, ...], str] = (
+    (Mapping, list, tuple),
+    "a signature (task.s(...)) or a list of signatures",
+)
 _OPTION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "queue": ((str, Queue), "the name of a queue"),
     "exchange": ((str, Exchange), "the name of an exchange"),
@@ -60,10 +93,14 @@ _OPTION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "serializer": ((str,), "the name of a serializer"),
     "priority": ((int,), "a whole number"),
     "headers": ((Mapping,), "a dict"),
-    "expires": ((int, float, timedelta, datetime), "seconds, a timedelta or a datetime"),
+    "expires": (
+        (int, float, timedelta, datetime),
+        "seconds or a timedelta, counted from each sending, or a datetime (a text is neither)",
+    ),
     "countdown": _SECONDS,
     "time_limit": _SECONDS,
     "soft_time_limit": _SECONDS,
+    **dict.fromkeys(LINKS, _SIGNATURES),
 }
 _FIELD_NAMES = ("name", "schedule", "callback", "args", "kwargs", "timezone", "description")
 
@@ -83,3 +120,117 @@ def _check_option_name(name: object, value: object) -> None:
 @lru_cache(maxsize=256)
 def _close_names(name: str) -> list[str]:
     return difflib.get_close_matches(name, [*_FIELD_NAMES, *_OPTION_NAMES], 1, 0.7)
+
+
+# ------------------------------------------------------------------ signatures
+
+#: The canvas tasks by their names, and their kind of signature.
+CANVAS_KINDS = {
+    "celery.chain": "chain",
+    "celery.group": "group",
+    "celery.chord": "chord",
+    "celery.chunks": "chunks",
+    "celery.map": "xmap",
+    "celery.starmap": "xstarmap",
+}
+# What Celery writes into the options of a signature that it sends: it belongs to that sending.
+_OF_A_SENDING = frozenset(
+    "task_id group_id group_index root_id parent_id reply_to chord chain".split()
+)
+
+
+def plain_signature(field: str, value: Any) -> dict[str, Any]:
+    """Return a signature as JSON data: Celery's own dict, and so are all the tasks in it.
+
+    Ids that it had are left out. It shares arguments with the signature, and nothing else.
+
+    Args:
+        field: the keyword that it was given as.
+        value: a signature, or its dict.
+
+    Raises:
+        InvalidTimerError: it is no signature, or one in it is none, or has nothing to run.
+    """
+    task = value.get("task") if isinstance(value, Mapping) else None
+    if not isinstance(task, str) or not task:
+        raise invalid(field, value, "a signature, made by task.s(...)")
+    args, kwargs = value.get("args") or (), value.get("kwargs") or {}
+    options = value.get("options") or {}
+    if not (
+        isinstance(args, (list, tuple))
+        and isinstance(kwargs, Mapping)
+        and isinstance(options, Mapping)
+    ):
+        raise invalid(field, value, "a signature whose args, kwargs and options are list and dicts")
+    options = {key: each for key, each in options.items() if key not in _OF_A_SENDING}
+    for name in LINKS:
+        if options.get(name) is not None:
+            options[name] = each_link(options[name], partial(plain_signature, field))
+    kind = CANVAS_KINDS.get(task)
+    if kind is not None:
+        kwargs = {**kwargs, **_PLAIN_PARTS[kind](field, value, kwargs)}
+    return {
+        "task": task,
+        "args": list(args),
+        "kwargs": dict(kwargs),
+        "options": options,
+        "subtask_type": kind or value.get("subtask_type"),
+        "immutable": bool(value.get("immutable", False)),
+    }
+
+
+def each_link(links: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a link or a list of them with each one changed."""
+    return list(map(change, links)) if isinstance(links, (list, tuple)) else change(links)
+
+
+def _plain_tasks(field: str, whole: Any, tasks: Any) -> list[dict[str, Any]]:
+    if isinstance(tasks, Mapping) or not isinstance(tasks, Iterable) or isinstance(tasks, str):
+        tasks = [tasks]
+    plain = [plain_signature(field, task) for task in tasks]
+    if not plain:
+        raise invalid(field, whole, "a canvas in which no part is empty")
+    return plain
+
+
+def _plain_sequence(field: str, whole: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {"tasks": _plain_tasks(field, whole, kwargs.get("tasks"))}
+
+
+def _plain_chord(field: str, whole: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    header, body = kwargs.get("header"), kwargs.get("body")
+    if isinstance(header, Mapping) and header.get("task") == "celery.group":
+        header = (header.get("kwargs") or {}).get("tasks")  # as it is once it was sent
+    if body is None:
+        raise invalid(field, whole, "a chord with a body")
+    return {
+        "kwargs": dict(kwargs.get("kwargs") or {}),
+        "header": _plain_tasks(field, whole, header),
+        "body": plain_signature(field, body),
+    }
+
+
+def _plain_map(field: str, whole: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    items = kwargs.get("it")
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, Mapping)):
+        raise invalid(field, whole, "a list of the items that its task is mapped over")
+    return {"task": plain_signature(field, kwargs.get("task")), "it": list(items)}
+
+
+def _plain_chunks(field: str, whole: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    plain, size = _plain_map(field, whole, kwargs), kwargs.get("n")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise invalid(field, whole, "chunks of a whole number of items, 1 or more")
+    if not plain["it"]:
+        raise invalid(field, whole, "a canvas in which no part is empty")
+    return {**plain, "n": size}
+
+
+_PLAIN_PARTS: dict[str, Callable[[str, Any, Mapping[str, Any]], dict[str, Any]]] = {
+    "chain": _plain_sequence,
+    "group": _plain_sequence,
+    "chord": _plain_chord,
+    "chunks": _plain_chunks,
+    "xmap": _plain_map,
+    "xstarmap": _plain_map,
+}

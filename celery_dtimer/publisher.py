@@ -5,6 +5,9 @@ where nothing of that can differ from run to run, they come from a template of s
 connection is the publisher's own, with time limits, so that a frozen broker blocks neither for ever
 nor anybody else.
 
+A run is one message, or several: one for each shard of a timer that is broadcast, and the first
+ones of a canvas. It has been sent when all of them have arrived.
+
 On Redis the commands that put a message into its queues are captured. `Publisher.build` returns
 them, for a commit that pushes them itself; a `Publisher` that is called sends those of a batch in
 one pipeline, whose replies say for each message whether it arrived. On other brokers it sends each
@@ -16,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
@@ -31,10 +35,10 @@ from celery.beat import BeatLazyFunc
 from celery.exceptions import QueueNotFound
 from kombu.exceptions import OperationalError
 
+from celery_dtimer import canvas
 from celery_dtimer.capture import (
     CapturingChannel,
     Command,
-    Published,
     Stopped,
     capture,
     has_receivers,
@@ -54,7 +58,10 @@ T = TypeVar("T")
 _LONGEST_PUSH = 1024 * 1024  # bytes that one LPUSH of many messages takes
 _LONGEST_REASON = 500  # characters of an error that are kept
 _LONGEST_BATCH = 0.5  # seconds after which what is confirmed is to be committed
+_SEEN = 2  # messages of a kind before it is sent from a template
+_MOST_TOGETHER = 2000  # messages that are built before they are sent
 _NO_CONFIRM = "the broker did not confirm the message in time"
+_REFUSED = "the broker refused the message"
 _TIME_LIMITS = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
     "amqp": ("read_timeout", "write_timeout"),
@@ -144,6 +151,22 @@ class Publisher:
                 break
         return built
 
+    def urgency(self, definition: Definition) -> int:
+        """Return where a timer's messages belong in a batch: the smallest number goes first.
+
+        It follows from the message's ``priority`` as Celery finds it (the options, the task with
+        the app's default, the routes), none being 0: on RabbitMQ and what orders like it the
+        largest comes first, elsewhere the smallest. Nothing is contacted for it.
+        """
+        priority = self._kind(definition).priority
+        return -priority if self._prefers_large else priority
+
+    @cached_property
+    def _prefers_large(self) -> bool:
+        """Say whether the broker takes a larger priority for a higher one."""
+        transport = self._app.connection_for_write().get_transport_cls()
+        return transport.driver_type in _LARGE_FIRST
+
     def expect(self, runs: Sequence[Run]) -> None:
         """Make the templates of timers that are to run, as far as they are to have some."""
         if not self.is_capturing or not self._uses_templates():
@@ -152,7 +175,7 @@ class Publisher:
         for run in runs:
             kind = self._kind(run.definition)
             if not kind.is_known and not _is_lazy(run.definition):
-                self._built(run)  # and not sent: the kind learns from it
+                self._built_part(_parts(run)[0])  # and not sent: the kind learns from it
             self._template(run)
 
     def _rendered(self, run: Run, tag: str) -> Message | None:
@@ -161,7 +184,11 @@ class Publisher:
         if found is None:
             return None
         targets, template = found
-        return Message(targets, (template.render(run, tag),))
+        total = run.definition.policy.shards
+        if total == 1:
+            return Message(targets, (template.render(run, tag),))
+        values = map(template.render, _parts(run), new_tags(total))
+        return Message(targets * total, tuple(values))
 
     def _template(self, run: Run) -> tuple[Any, Template] | None:
         found = self._templates.get(run.definition)
@@ -265,19 +292,33 @@ class Publisher:
     # -- Redis: captured messages
 
     def _built(self, run: Run) -> Message | Failure:
-        """Build one message through Celery; return why not when that fails."""
+        """Build a run's messages through Celery; return why not when that fails."""
+        built: list[Message] = []
+        for part in _parts(run):
+            message = self._built_part(part)
+            if not isinstance(message, Message):
+                return message
+            built.append(message)
+            if len(built) == _SEEN and self._uses_templates():  # by now there may be a template
+                rendered = self._rendered(run, "")
+                if rendered is not None:
+                    return rendered
+        return built[0] if len(built) == 1 else _together(built)
+
+    def _built_part(self, run: Run) -> Message | Failure:
         kind = self._kind(run.definition)
 
-        def build() -> tuple[list[Command], Published | None]:
+        def build() -> tuple[list[Command], list[Announcement]]:
             channel = self._producer.channel
             channel.take()
-            published = self._apply(kind, run)
-            return channel.take(), published
+            sent = _Sent()
+            self._apply(kind, run, sent)
+            return channel.take(), sent.announcements
 
         built = self._connected(build)
         if not isinstance(built, tuple):
             return built
-        message = _message(*built, run)
+        message = _message(*built)
         self._learn(kind, run, message)
         return message
 
@@ -301,7 +342,19 @@ class Publisher:
         return _refused(failure)
 
     def _send_together(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
-        """Send what could be built in one pipeline."""
+        """Send what could be built in one pipeline, or in several where runs are large."""
+        outcomes: list[Outcome] = []
+        deadline = time.monotonic() + _LONGEST_BATCH
+        for batch in _batches(runs):
+            if outcomes and time.monotonic() > deadline:
+                break
+            answers = self._send_batch(batch, may_send)
+            outcomes += answers
+            if len(answers) < len(batch) or isinstance(answers[-1], BrokerDownError):
+                break
+        return outcomes
+
+    def _send_batch(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
         built = self.build(runs)
         batch = _Batch([message for message in built if isinstance(message, Message)])
         if not may_send():
@@ -330,43 +383,52 @@ class Publisher:
         outcomes: list[Outcome] = []
         deadline = time.monotonic() + _LONGEST_BATCH
         for run in runs:
-            if not may_send() or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 break
-            outcomes.append(self._send(run))
-            if isinstance(outcomes[-1], BrokerDownError):
+            outcome: Outcome = None
+            for part in _parts(run):
+                if not may_send():
+                    return outcomes
+                outcome = self._send(part)
+                if outcome is not None:
+                    break
+                self._on_progress()
+            outcomes.append(outcome)
+            if isinstance(outcome, BrokerDownError):
                 break
             self._on_progress()
             point("in_the_batch")
         return outcomes
 
     def _send(self, run: Run) -> Outcome:
-        """Send one run."""
+        """Send one run, or one shard of it."""
 
-        def send() -> Published | None:
-            published = self._apply(self._kind(run.definition), run)
-            self._wait_for_confirm()
-            return published
+        def send() -> _Sent:
+            sent = _Sent()
+            self._apply(self._kind(run.definition), run, sent)
+            self._wait_for_confirms(sent.receipts)
+            return sent
 
         sent = self._connected(send)
-        if not isinstance(sent, Published):
+        if not isinstance(sent, _Sent):
             return sent
-        sent.announce(run.definition.task)
+        sent.announce()
         return None
 
-    def _wait_for_confirm(self) -> None:
-        """Wait until the broker has confirmed one message, where it does so.
+    def _wait_for_confirms(self, receipts: Sequence[Receipt]) -> None:
+        """Wait until the broker has confirmed messages, where it does so.
 
         Raises:
-            RefusedError: it refused the message.
+            RefusedError: it refused one of them.
             OSError: it did not answer in time, or what ended the channel.
         """
         if self._confirms is None:
             return
-        receipt = self._confirms.mark()
         self._confirms.wait(self._timeout)
-        if receipt is not None and receipt.answer == "refused":
-            raise RefusedError("the broker refused the message")
-        if receipt is not None and receipt.answer == "unknown":
+        answers = {receipt.answer for receipt in receipts}
+        if "refused" in answers:
+            raise RefusedError(_REFUSED)
+        if "unknown" in answers:
             raise self._confirms.failure or TimeoutError(_NO_CONFIRM)
 
     # -- RabbitMQ: many messages in flight
@@ -381,20 +443,44 @@ class Publisher:
         flying: list[_Flight] = []
         deadline = time.monotonic() + _LONGEST_BATCH
         for run in runs:
-            if not may_send() or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 break
-            kind = self._kind(run.definition)
-            if kind.destination is None or kind.destination not in self._declared:
+            outcomes.append(None)
+            if not self._take_off(run, flying, outcomes, may_send):
                 self._land(flying, outcomes)
-                outcomes.append(self._send(run))
-            else:
-                flying.append(self._fly(kind, run, len(outcomes)))
-                outcomes.append(flying[-1].outcome)
+                return outcomes[:-1]
             if isinstance(outcomes[-1], BrokerDownError):
                 break
             point("in_the_batch")
         self._land(flying, outcomes)
         return outcomes
+
+    def _take_off(
+        self,
+        run: Run,
+        flying: list[_Flight],
+        outcomes: list[Outcome],
+        may_send: Callable[[], bool],
+    ) -> bool:
+        """Publish a run's messages until one fails, which becomes its outcome, the last one.
+
+        Returns:
+            whether that was allowed to the end.
+        """
+        place = len(outcomes) - 1
+        kind = self._kind(run.definition)
+        for part in _parts(run):
+            if not may_send():
+                return False
+            if kind.destination is None or kind.destination not in self._declared:
+                self._land(flying, outcomes)
+                outcomes[place] = outcomes[place] or self._send(part)
+            else:
+                flying.append(self._fly(kind, part, place))
+                outcomes[place] = flying[-1].outcome
+            if outcomes[place] is not None:
+                break
+        return True
 
     def _fly(self, kind: _Kind, run: Run, place: int) -> _Flight:
         """Publish one message; what fails now is told at once."""
@@ -403,12 +489,12 @@ class Publisher:
         if confirms is None or confirms.failure is not None:
             return flight  # it takes off once more when it is landed
         try:
-            flight.published = self._apply(kind, run)
+            self._apply(kind, run, flight.sent)
+            flight.has_left = True
         except self._failures as exc:
             logger.debug("The channel ended while messages were in flight: %s", exc)
         except Exception as exc:
             flight.outcome = _fault(exc)
-        flight.receipt = confirms.mark()
         return flight
 
     def _land(self, flying: list[_Flight], outcomes: list[Outcome]) -> None:
@@ -421,21 +507,22 @@ class Publisher:
         if flying and failed:
             self._drop()
         for flight in flying:
-            if flight.outcome is None:
+            if outcomes[flight.place] is None:  # else another shard has failed
                 outcomes[flight.place] = self._landed(flight, failed)
         if not failed and any(isinstance(outcome, BrokerDownError) for outcome in outcomes):
             self._drop()
         flying.clear()
 
     def _landed(self, flight: _Flight, failed: bool) -> Outcome:
-        answer = flight.receipt.answer if flight.receipt is not None else "unknown"
-        if answer == "confirmed" or (flight.receipt is None and not failed):  # run here, eagerly
-            if flight.published is not None:
-                flight.published.announce(flight.run.definition.task)
+        answers = {receipt.answer for receipt in flight.sent.receipts}
+        # Without a receipt it has run here, eagerly.
+        if answers == {"confirmed"} or (flight.has_left and not answers):
+            flight.sent.announce()
             return None
-        if answer == "refused":
-            return RefusedError("the broker refused the message")
-        return self._send(flight.run) if failed else BrokerDownError(_NO_CONFIRM)
+        if "refused" in answers:
+            return RefusedError(_REFUSED)
+        is_lost = failed or not flight.has_left
+        return self._send(flight.run) if is_lost else BrokerDownError(_NO_CONFIRM)
 
     # -- Celery
 
@@ -462,29 +549,56 @@ class Publisher:
         except Exception as exc:  # the message is built: that it teaches nothing does not matter
             logger.debug("No templates for %s: %r", run.definition.task, exc)
 
-    def _apply(self, kind: _Kind, run: Run) -> Published | None:
-        """Let Celery publish a run; return what is to be announced when anybody listens."""
+    def _apply(self, kind: _Kind, run: Run, sent: _Sent) -> None:
+        """Let Celery publish a run, or one shard of it."""
         args, kwargs = _arguments(run.definition)
+        if kind.is_canvas:
+            self._apply_canvas(kind, run, args, kwargs, sent)
+            return
         headers = {**kind.headers, "celery_beat_task": True, "dtimer": run.header}
         options = {**kind.options, "headers": headers, "task_id": run.task_id}
         if kind.destination in self._declared:
             options["declare"] = []
+        self._publish(kind, kind.send, args, kwargs, options, sent)
+        if kind.destination is not None:
+            self._declared.add(kind.destination)
+
+    def _apply_canvas(
+        self, kind: _Kind, run: Run, args: Any, kwargs: dict[str, Any], sent: _Sent
+    ) -> None:
+        def publish(task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> None:
+            send, headers, options = _sending(self._app, task, options)
+            options = {"retry": False, "router": kind.router, **options, "headers": headers}
+            self._publish(kind, send, args, kwargs, options, sent)
+
+        with self._eager_failures():
+            canvas.send(run, args, kwargs, self._app, publish)
+
+    def _publish(
+        self,
+        kind: _Kind,
+        send: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        options: dict[str, Any],
+        sent: _Sent,
+    ) -> None:
+        """Let Celery publish one message."""
         # The messages of protocol 1 are never pushed by a commit: Celery may go on at once.
         self._producer.stops = has_receivers() and self._app.conf.task_protocol == 2
-        published = None
         try:
             with self._eager_failures():
-                kind.send(args, kwargs, producer=self._producer, **options)
+                send(args, kwargs, producer=self._producer, **options)
         except Stopped as stopped:
-            published = stopped.published
+            sent.announcements.append(stopped.published.announce)
             if self._app.conf.task_send_sent_event:
-                fields = published.event(kind.router.queue)
+                fields = stopped.published.event(kind.router.queue)
                 self._events.publish("task-sent", fields, self._producer, retry=False)
         finally:
             self._producer.stops = False
-        if kind.destination is not None:
-            self._declared.add(kind.destination)
-        return published
+            receipt = self._confirms.mark() if self._confirms is not None else None
+            if receipt is not None:
+                sent.receipts.append(receipt)
 
     @contextlib.contextmanager
     def _eager_failures(self) -> Iterator[None]:
@@ -507,14 +621,29 @@ class Publisher:
         )
 
 
+#: Sends the signals that follow a message.
+Announcement = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What was published, in order."""
+
+    announcements: list[Announcement] = field(default_factory=list)
+    receipts: list[Receipt] = field(default_factory=list)
+
+    def announce(self) -> None:
+        _announce(self.announcements)
+
+
 @dataclass(slots=True)
 class _Flight:
     """A message that was published and not confirmed yet."""
 
     run: Run
     place: int  # among the outcomes
-    published: Published | None = None
-    receipt: Receipt | None = None
+    sent: _Sent = field(default_factory=_Sent)
+    has_left: bool = False
     outcome: Outcome = None
 
 
@@ -555,11 +684,47 @@ class _Batch:
         return [next(filter(None, (failures[i] for i in places)), None) for places in self._places]
 
 
-def _message(commands: Sequence[Command], published: Published | None, run: Run) -> Message:
+def _message(commands: Sequence[Command], announcements: Sequence[Announcement]) -> Message:
     targets = tuple((command, key) for command, key, _ in commands)
     values = tuple(value for _, _, value in commands)
-    announce = partial(published.announce, run.definition.task) if published else None
-    return Message(targets, values, announce)
+    return Message(targets, values, partial(_announce, announcements) if announcements else None)
+
+
+def _announce(announcements: Sequence[Announcement]) -> None:
+    for announce in announcements:
+        announce()
+
+
+def _together(messages: Sequence[Message]) -> Message:
+    """Return one message with all the pushes of several."""
+    targets, values, published = zip(*messages, strict=True)
+    announcements = [announce for announce in published if announce is not None]
+    return Message(
+        tuple(chain.from_iterable(targets)),
+        tuple(chain.from_iterable(values)),
+        partial(_announce, announcements) if announcements else None,
+    )
+
+
+def _parts(run: Run) -> Sequence[Run]:
+    """Return the shards of a run, itself when it has but one."""
+    total = run.definition.policy.shards
+    if total == 1:
+        return (run,)
+    return [run._replace(shard_index=index, shard_total=total) for index in range(total)]
+
+
+def _batches(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
+    """Cut runs so that not too many messages are built at a time."""
+    start = count = 0
+    for place, run in enumerate(runs):
+        shards = run.definition.policy.shards
+        if count and count + shards > _MOST_TOGETHER:
+            yield runs[start:place]
+            start, count = place, 0
+        count += shards
+    if count:
+        yield runs[start:]
 
 
 # ------------------------------------------------------------------ what is sent for a definition
@@ -575,18 +740,17 @@ class _Kind:
     def __init__(self, app: Celery, definition: Definition) -> None:
         task: Any = app.tasks.get(definition.task)
         self._task = task
-        options = dict(definition.options)
-        ignore_result = options.pop("ignore_result", None if task is None else task.ignore_result)
-        # Nobody waits for the result here: with ignore_result Celery does not subscribe to it,
-        # which would last as long as the process; the header tells the worker what the task says.
-        self.headers = {"ignore_result": ignore_result, **(options.pop("headers", None) or {})}
+        self.is_canvas = canvas.is_canvas(definition.task)
         self.router = _Router(app)
-        # The timer tries again, not the call.
-        self.options = {"retry": False, "router": self.router, **options, "ignore_result": True}
-        self.destination = _destination(app, definition.task, options)
-        self.send: Callable[..., Any] = (
-            partial(app.send_task, definition.task) if task is None else task.apply_async
+        self.send, self.headers, options = _sending(
+            app, definition.task if task is None else task, definition.options
         )
+        # The timer tries again, not the call.
+        self.options = {"retry": False, "router": self.router, **options}
+        self.destination = (
+            None if self.is_canvas else _destination(app, definition.task, definition.options)
+        )
+        self.priority = _priority(app, definition.task, task, definition.options)
         self.targets: tuple[Target, ...] = ()
         self._pattern: Pattern | None = None
         self._is_right: bool | None = None  # None: there is nothing yet to compare it with
@@ -635,6 +799,39 @@ class _Kind:
                 and message.targets == self.targets
                 and template.render(run, tag) == text
             )
+
+
+def _sending(
+    app: Celery, task: Any, options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+    """Return what sends a task, given by its name if the app has none; its headers and options.
+
+    Nobody waits for the result here: with ignore_result Celery does not subscribe to it, which
+    would last as long as the process; the header tells the worker what the task says.
+    """
+    is_unknown = isinstance(task, str)
+    send = partial(app.send_task, task) if is_unknown else task.apply_async
+    options = dict(options)
+    ignore_result = options.pop("ignore_result", None if is_unknown else task.ignore_result)
+    headers = {"ignore_result": ignore_result, **(options.pop("headers", None) or {})}
+    return send, headers, {**options, "ignore_result": True}
+
+
+# The transports that deliver larger priorities first; others do it the other way or not at all.
+_LARGE_FIRST = frozenset(("amqp", "qpid", "mongodb", "zookeeper"))
+
+
+def _priority(app: Celery, name: str, task: Any, options: Mapping[str, Any]) -> int:
+    """Return the priority of a task's messages; routers that are functions are not asked."""
+    routes = (route(name) for route in app.amqp.routes if isinstance(route, MapRoute))
+    try:
+        route = next(filter(None, routes), {})
+    except Exception as exc:  # whatever it is, the router meets it too when a message is built
+        logger.debug("No route for %s: %r", name, exc)
+        route = {}
+    # A task that the app knows has the app's default for its own.
+    found = [options.get("priority"), getattr(task, "priority", None), route.get("priority")]
+    return next((int(text) for text in map(str, found) if text.lstrip("-").isdecimal()), 0)
 
 
 def _is_lazy(definition: Definition) -> bool:
@@ -704,7 +901,7 @@ def _is_celerys(app: Celery, task: Any) -> bool:
 _CELERY = str(Path(celery.__file__).parent)
 
 
-def _destination(app: Celery, task: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
+def _destination(app: Celery, task: str, options: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Return what decides to which queue a message goes, None when that may change each time."""
     if "declare" in options or not all(isinstance(route, MapRoute) for route in app.amqp.routes):
         return None
@@ -729,7 +926,7 @@ def _fault(exc: Exception) -> RefusedError | UnsendableError:
     """Return what a failure that is not the broker's makes of its message."""
     if isinstance(exc, RefusedError):
         return exc
-    if isinstance(exc, _UserCodeError):
+    if isinstance(exc, (_UserCodeError, canvas.ResultBackendError)):
         return RefusedError(str(exc)[:_LONGEST_REASON])
     text = f"its message can not be built: {type(exc).__name__}: {exc}"
     return UnsendableError(text[:_LONGEST_REASON])

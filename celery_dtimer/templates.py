@@ -157,9 +157,12 @@ def new_tags(count: int) -> Iterator[str]:
 
 
 def _moment(run: Run) -> str:
-    """Return the end of a run's ``dtimer`` header, which differs from run to run."""
+    """Return the end of a message's ``dtimer`` header, which differs from run to run."""
     seconds, ms = divmod(run.scheduled_ms, 1000)
-    return f'{_second(seconds)}.{ms:03d}+00:00", "run": {run.number}}}'
+    text = f'{_second(seconds)}.{ms:03d}+00:00", "run": {run.number}'
+    if run.shard_total == 1:
+        return text + "}"
+    return f'{text}, "shard_index": {run.shard_index}, "shard_total": {run.shard_total}}}'
 
 
 @lru_cache(maxsize=64)

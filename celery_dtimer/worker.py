@@ -48,6 +48,8 @@ class CallbackTimer:
     instance: str  #: the instance that sent the run
     scheduled_at: datetime  #: the moment the run was due, aware
     run: int  #: counts the timer's runs from 1
+    shard_index: int = 0  #: which of the run's messages this is, from 0
+    shard_total: int = 1  #: how many messages the run has
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> CallbackTimer:
@@ -59,6 +61,8 @@ class CallbackTimer:
             instance=header["instance"],
             scheduled_at=datetime.fromisoformat(header["scheduled_at"]),
             run=header["run"],
+            shard_index=header.get("shard_index", 0),
+            shard_total=header.get("shard_total", 1),
         )
 
 
@@ -179,6 +183,18 @@ _POSITIONAL = (
 )
 
 
+_ADMITTED = "dtimer_admitted"
+
+
+def _map_of(task: Any) -> Any:
+    """Return the request of the map in a worker that is calling a task, None when none is."""
+    outer = task.app.current_worker_task
+    if outer is None or outer.name not in ("celery.map", "celery.starmap"):
+        return None
+    mapped = (outer.request.kwargs or {}).get("task") or {}
+    return outer.request if mapped.get("task") == task.name else None
+
+
 def callback_body(
     function: Callable[..., Any],
     admit: Callable[[Any, CallbackTimer], None] = lambda request, timer: None,
@@ -186,7 +202,8 @@ def callback_body(
     """Return the body of a bound Celery task that calls the function with its timer first.
 
     Called as a plain function (in a test, say) the task passes its arguments on unchanged; sent by
-    other means than a timer, it passes None for the timer.
+    other means than a timer, it passes None for the timer. Mapped over items, it has the timer of
+    the map for each of them, and a run is claimed once for all.
 
     Args:
         function: the user's.
@@ -205,11 +222,13 @@ def callback_body(
 
     @wraps(function)
     def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if self.request.called_directly:
+        request = _map_of(self) if self.request.called_directly else self.request
+        if request is None:
             return function(*args, **kwargs)
-        timer = timer_of(self.request)
-        if timer is not None:
-            admit(self.request, timer)
+        timer = timer_of(request)
+        if timer is not None and getattr(request, _ADMITTED, None) is not True:
+            admit(request, timer)
+            setattr(request, _ADMITTED, True)
         return function(timer, *args, **kwargs)
 
     task = inspect.Parameter("_celery_task", inspect.Parameter.POSITIONAL_ONLY)

@@ -14,6 +14,7 @@ import pytest
 import redis
 from celery import Celery, Task, signals
 from celery.beat import BeatLazyFunc, ScheduleEntry, Scheduler
+from celery.canvas import Signature
 from celery.schedules import schedule
 from kombu.utils import json
 
@@ -80,6 +81,12 @@ class Queues:
         self._client.delete(queue)
         return [json.loads(text) for text in reversed(texts)]
 
+    @staticmethod
+    def read(text: str) -> dict[str, Any]:
+        """Return a message with its body decoded."""
+        message: dict[str, Any] = json.loads(text)
+        return {**message, "body": json.loads(base64.b64decode(message["body"]))}
+
 
 @pytest.fixture
 def queues(redis_server: RedisServer) -> Queues:
@@ -144,13 +151,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"serializer": "pickle"},
     {"compression": "zlib"},
     {"expires": 86_400 * 30},
-    {"expires": 0},
+    {"expires": 0.5},
     {"expires": datetime(2099, 1, 1, tzinfo=UTC)},
-    {"expires": datetime(2099, 1, 1)},  # noqa: DTZ001 naive on purpose
     {"countdown": 3600},
     {"eta": datetime(2099, 1, 1, tzinfo=UTC)},
-    {"link": {"task": "after", "args": [1], "kwargs": {}, "options": {}, "subtask_type": None}},
-    {"link_error": {"task": "failed", "args": [], "kwargs": {}, "options": {}}},
+    {"link": Signature("after", [1], queue="other")},
+    {"link_error": [Signature("failed"), Signature("told", kwargs={"a": 1}, immutable=True)]},
     {"stamped_headers": ["tenant"], "tenant": "acme"},
     {"retry": False},
     {"reply_to": "someone"},
@@ -207,12 +213,12 @@ def test_the_task_id_is_the_runs(
 def test_relative_expiry_counts_from_the_sending(
     make_app: MakeApp, make_publisher: MakePublisher, queues: Queues, prefix: str
 ) -> None:
-    given = [30, 0.5, 0, -1, timedelta(seconds=60)]
+    given = [30, 0.5, 1, timedelta(seconds=60)]
     runs = [run_of(n, options={"expires": value}) for n, value in enumerate(given)]
     before = time.time()
     assert make_publisher(make_app())(runs, ALWAYS) == [None] * len(given)
     sent = [message["headers"]["expires"] for message in queues.take(f"{prefix}queue")]
-    for value, text in zip([30, 0.5, 0, -1, 60], sent, strict=True):
+    for value, text in zip([30, 0.5, 1, 60], sent, strict=True):
         assert -1 < datetime.fromisoformat(text).timestamp() - before - value < 5
 
 
@@ -612,3 +618,81 @@ def test_a_task_that_fails_eagerly_does_not_break_its_timer(
 
     a_task(app, "failing", fails)
     assert make_publisher(app)([run_of(task="failing")], ALWAYS) == [None]
+
+
+# ------------------------------------------------------------------ what goes first
+
+
+@pytest.mark.parametrize(
+    ("url", "highest_first"),
+    [
+        ("redis://127.0.0.1:1/0", [0, None, 3, 9]),
+        ("memory://", [0, None, 3, 9]),
+        ("amqp://127.0.0.1:1//", [9, 3, 0, None]),
+    ],
+)
+def test_urgency_goes_by_the_brokers_meaning_of_priority_and_asks_nobody(
+    make_app: MakeApp, make_publisher: MakePublisher, url: str, highest_first: list[int | None]
+) -> None:
+    publisher = make_publisher(make_app(broker_url=url))
+    given = [9, None, 0, 3]
+    definitions = [
+        run_of(n, options={"priority": value}).definition for n, value in enumerate(given)
+    ]
+    urgent = sorted(definitions, key=publisher.urgency)
+    found = [definition.options["priority"] for definition in urgent]
+    ranks = [value or 0 for value in highest_first]
+    assert [value or 0 for value in found] == ranks
+    assert publisher.urgency(definitions[1]) == publisher.urgency(definitions[2]) == 0
+    assert publisher._connection is None
+
+
+@pytest.mark.filterwarnings("ignore::celery.exceptions.CDeprecationWarning")
+def test_urgency_follows_from_where_celery_takes_the_priority(
+    make_app: MakeApp, make_publisher: MakePublisher, queues: Queues, prefix: str
+) -> None:
+    """The options, else the task, else a route, as the messages say; a task has the default."""
+    app = make_app(
+        task_routes={"routed": {"priority": 6}, "both": {"priority": 6}}, task_default_priority="9"
+    )
+    a_task(app, "own", priority=3)
+    a_task(app, "both", priority=3)
+    a_task(app, "default")
+    cases: list[dict[str, Any]] = [
+        {"task": "own"},
+        {"task": "both"},
+        {"task": "routed"},
+        {"task": "neither"},
+        {"task": "default"},
+        {"task": "routed", "options": {"priority": 0}},
+        {"task": "own", "options": {"priority": 9}},
+    ]
+    publisher = make_publisher(app)
+    for number, case in enumerate(cases):
+        run = run_of(number, **case)
+        assert publisher([run], ALWAYS) == [None]
+        (message,) = [
+            message
+            for step in ("", "\x06\x163", "\x06\x166", "\x06\x169")
+            for message in queues.take(f"{prefix}queue{step}")
+        ]
+        assert publisher.urgency(run.definition) == int(message["properties"]["priority"])
+
+
+def test_urgency_is_no_place_to_fail(
+    make_app: MakeApp, make_publisher: MakePublisher, queues: Queues, prefix: str
+) -> None:
+    """A route that can not be used has its own messages refused, and no batch ended."""
+    publisher = make_publisher(make_app(task_routes={"spoilt": 5}))
+    runs = [run_of(1, task="spoilt"), run_of(2)]
+    assert [publisher.urgency(run.definition) for run in runs] == [0, 0]
+    assert kinds(publisher(runs, ALWAYS)) == [RefusedError, None]
+    assert len(queues.take(f"{prefix}queue")) == 1
+
+
+def test_urgency_does_not_call_a_router(make_app: MakeApp, make_publisher: MakePublisher) -> None:
+    def router(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("is not asked")
+
+    publisher = make_publisher(make_app(task_routes=(router,)))
+    assert publisher.urgency(run_of(options={"priority": 4}).definition) == 4

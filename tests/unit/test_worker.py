@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,12 @@ def run(task: Any, *args: Any, **options: Any) -> Any:
 
 def test_a_timer_is_read_from_the_header() -> None:
     assert CallbackTimer.from_header(HEADER) == TIMER
+
+
+def test_a_header_of_a_broadcast_run_tells_the_shard() -> None:
+    assert (TIMER.shard_index, TIMER.shard_total) == (0, 1)
+    timer = CallbackTimer.from_header({**HEADER, "shard_index": 2, "shard_total": 5})
+    assert timer == replace(TIMER, shard_index=2, shard_total=5)
 
 
 @pytest.mark.parametrize(
