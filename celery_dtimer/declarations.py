@@ -14,16 +14,19 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, tzinfo
 from typing import Any
 
 from celery import Celery
 from celery.beat import ScheduleEntry
+from celery.schedules import BaseSchedule, crontab, solar
 from celery.utils.time import maybe_make_aware
 
 from celery_dtimer import schedules
+from celery_dtimer.canvas import is_canvas, parts_of
 from celery_dtimer.errors import InvalidTimerError, invalid
+from celery_dtimer.keywords import KEYWORDS, define
 from celery_dtimer.model import (
     Definition,
     Lease,
@@ -33,25 +36,14 @@ from celery_dtimer.model import (
     timer_id,
     to_ms,
 )
-from celery_dtimer.options import check_options
+from celery_dtimer.rezoning import Rezoning
 from celery_dtimer.store import BATCH, Store
 
 logger = logging.getLogger(__name__)
 
-_FIELDS = frozenset(
-    {
-        "task",
-        "schedule",
-        "args",
-        "kwargs",
-        "options",
-        "relative",
-        "last_run_at",
-        "total_run_count",
-        "timezone",
-        "description",
-    }
-)
+_FIELDS = KEYWORDS | {
+    *("task", "schedule", "args", "kwargs", "options", "last_run_at", "total_run_count")
+}
 
 
 _DECLARED = "dtimer_declared"  # the attribute of an app that holds what `declare` was given
@@ -75,6 +67,7 @@ class Declaration:
     definitions: Mapping[str, Definition] = field(default_factory=dict)
     last_runs_ms: Mapping[str, int] = field(default_factory=dict)
     broken: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    timezone: str = "UTC"  #: of timers that name none
 
     @property
     def ids(self) -> list[str]:
@@ -93,6 +86,7 @@ class Declaration:
             f"{definition.id} {definition.revision}" for definition in self.definitions.values()
         ]
         lines += [f"{timer_id(name)} {entry}" for name, entry in self.broken.items()]
+        lines.append(f"timezone {self.timezone}")
         return hashlib.blake2b(
             "\n".join(sorted(lines)).encode("utf-8", "surrogatepass"), digest_size=16
         ).hexdigest()
@@ -111,7 +105,8 @@ def declaration_of(app: Celery, source: str, entries: Mapping[str, Any]) -> Decl
             logger.error("Entry %r of the beat schedule is broken and does not run: %s", name, exc)
             task = entry.get("task") if isinstance(entry, Mapping) else None
             broken[str(name)] = (broken_blob(str(name), task), str(exc))
-    return Declaration(source, definitions, last_runs_ms, broken)
+    timezone = schedules.zone_name(app.timezone)
+    return Declaration(source, definitions, last_runs_ms, broken, timezone)
 
 
 def definition_of(app: Celery, name: object, entry: object) -> Definition:
@@ -130,13 +125,6 @@ def definition_of(app: Celery, name: object, entry: object) -> Definition:
     task = entry.get("task")
     if not isinstance(task, str) or not task:
         raise invalid("task", task, "the name of a Celery task")
-    schedule = schedules.parse(
-        entry.get("schedule"),
-        timezone=entry.get("timezone"),
-        default_timezone=app.timezone,
-        relative=bool(entry.get("relative", False)),
-    )
-    schedule.first_run(time.time_ns() // 1_000_000)  # one that cannot be computed here shows it
     args, kwargs = entry.get("args") or (), entry.get("kwargs") or {}
     options = entry.get("options") or {}
     if not isinstance(args, (list, tuple)):
@@ -144,21 +132,46 @@ def definition_of(app: Celery, name: object, entry: object) -> Definition:
     for key, value in (("kwargs", kwargs), ("options", options)):
         if not isinstance(value, Mapping):
             raise invalid(key, value, "a dict")
-    options = check_options(options)
-    description = entry.get("description") or ""
-    if not isinstance(description, str):
-        raise invalid("description", description, "a str")
-    definition = Definition(
-        name=name,
-        task=task,
+    if is_canvas(task):
+        canvas = {"task": task, "args": args, "kwargs": kwargs, "options": options}
+        task, args, kwargs, options = parts_of(canvas, app)
+    keywords = {key: value for key, value in entry.items() if value is not None}
+    keywords["description"] = entry.get("description") or ""
+    schedule = entry.get("schedule")
+    if isinstance(schedule, (crontab, solar)):
+        keywords.pop("relative", None)  # Celery looks at it for intervals alone
+    elif isinstance(schedule, BaseSchedule):
+        schedule.app = app  # as Celery's beat does, whose time zone and clock it then has
+    definition = define(
+        app,
+        name,
         schedule=schedule,
+        task=task,
         args=tuple(args),
         kwargs=dict(kwargs),
         options=options,
-        description=description,
-        code_bound=not _is_storable(args, kwargs, options),
+        keywords=keywords,
+        is_code=True,
     )
+    _check_works(definition.schedule)
+    is_bound = isinstance(definition.schedule, schedules.Custom)
+    if is_bound or not _is_storable(args, kwargs, definition.options):
+        definition = replace(definition, code_bound=True)
     return check_size(definition)
+
+
+def _check_works(schedule: schedules.Schedule) -> None:
+    """Refuse a schedule that cannot be worked out in this process."""
+    now_ms = time.time_ns() // 1_000_000
+    if not isinstance(schedule, schedules.Custom):
+        schedule.first_run(now_ms)
+        return
+    try:
+        schedule.ask(now_ms, now_ms)
+    except InvalidTimerError:
+        raise
+    except Exception as exc:  # the user's code: it must not stop the other entries
+        raise InvalidTimerError(f"the schedule {schedule.describe()} fails: {exc!r}") from exc
 
 
 def _entry_fields(entry: object) -> Mapping[str, Any]:
@@ -205,6 +218,7 @@ class StaticSchedule:
         self._on_progress = on_progress
         self._declaration = declaration
         self._written_in_epoch: int | None = None
+        self._rezoning = Rezoning(store, declaration.source, declaration.timezone)
 
     def reconcile(self, lease: Lease) -> None:
         """Declare the timers; if this counts, write what is new and delete what nobody declares.
@@ -221,12 +235,23 @@ class StaticSchedule:
             lease.instance, lease.epoch, declaration.source, declaration.digest, ids
         ):
             self._written_in_epoch = None
+            self._rezoning.stop()
             return
         known = store.static_timers(declaration.source)
         if self._written_in_epoch != lease.epoch or not known.issuperset(ids):
             self._write()
             self._written_in_epoch = lease.epoch
         self._delete(lease, sorted(known - set(ids)))
+        self._rezoning.begin(lease)
+
+    def step(self, lease: Lease) -> bool:
+        """Do a part of what takes long, if there is any; say whether there is more.
+
+        Raises:
+            FencedError: the lease's epoch is over.
+            StoreError: Redis did not answer, or refused.
+        """
+        return self._rezoning.step(lease)
 
     def _write(self) -> None:
         declaration = self._declaration

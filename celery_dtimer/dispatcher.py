@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from celery_dtimer import policy
+from celery_dtimer import planning
 from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
 from celery_dtimer.faults import point
 from celery_dtimer.model import Definition, Lease, Run
+from celery_dtimer.policy import Defaults
 from celery_dtimer.publisher import (
     BrokerDownError,
     Failure,
@@ -31,6 +32,7 @@ from celery_dtimer.publisher import (
     RefusedError,
     UnsendableError,
 )
+from celery_dtimer.schedules import Custom
 from celery_dtimer.store import (
     COMMIT_REFUSALS,
     COMMITTED,
@@ -53,7 +55,8 @@ logger = logging.getLogger(__name__)
 _LACKING_MS = 1000  # until another instance looks at a timer whose code this one lacks
 _COMMIT_TRIES = 2  # the second is for a reply that was lost
 _LONGEST_PASS = 0.25  # seconds after which a pass that finds more and more ends
-_COMMIT_BYTES = 1024 * 1024  # of messages that one commit pushes, so that its script stays short
+_COMMIT_BYTES = 1024 * 1024  # of messages that one commit pushes, so that its script stays short,
+_COMMIT_PUSHES = 1000  # and how many of them
 _FORESEEN = 100  # timers that are looked at before they come due, at once,
 _FORESEEING = 0.0003  # each in so many seconds, generously
 _AHEAD = 8  # timers that are told before they come due, and so go out without being read first
@@ -62,6 +65,9 @@ _STOLEN = 100  # timers that are taken over at once from an instance that lags
 
 class Broker(Protocol):
     """What the dispatcher needs of a publisher."""
+
+    def urgency(self, definition: Definition) -> int:
+        """Say how early in a batch a timer's runs go out: smaller is earlier."""
 
     def __call__(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
         """Send runs; the answer is shorter when sending was not allowed, or the broker is down."""
@@ -167,6 +173,7 @@ class Dispatcher:
         self._on_progress = on_progress
         self._clock = clock
         self._limit = store.settings.batch_size
+        self._defaults = store.settings.defaults
         self._definitions = Definitions(store, bound)
         self._sequence = 0
         self._unsettled: list[Settlement] = []
@@ -345,12 +352,15 @@ class Dispatcher:
             what is to be committed, and whether that is all of the batch.
         """
         definitions = self._definitions.of(timers)
+        last_runs_ms = self._last_runs_ms(definitions)
         settled: list[Settlement] = []
         planned: list[Settlement] = []
         for timer in timers:
-            settlement = _decide(timer, definitions[timer.id], now_ms)
+            definition, last_run_ms = definitions[timer.id], last_runs_ms.get(timer.id)
+            settlement = _decide(timer, definition, now_ms, self._defaults, last_run_ms)
             goes_out = settlement.done == "run" and not timer.is_sent
             (planned if goes_out else settled).append(settlement)
+        self._sort(planned, definitions)
         runs = [self._run(lease, each.timer, definitions[each.timer.id]) for each in planned]
         point("between_due_and_publish")
         if not self._may_send(lease):
@@ -363,6 +373,33 @@ class Dispatcher:
         is_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
         tally.broker_down = tally.broker_down or is_down
         return settled, len(outcomes) == len(runs) and not is_down
+
+    def _last_runs_ms(
+        self,
+        definitions: Mapping[str, Definition | InvalidTimerError | None],
+    ) -> dict[str, int]:
+        """Return when timers ran last, or were created, whose schedules are code and ask for it."""
+        asking = [id for id, definition in definitions.items() if _is_custom(definition)]
+        return {
+            state.id: state.created_ms if state.last_run_ms is None else state.last_run_ms
+            for state in (self._store.states(asking)[1] if asking else ())
+            if state is not None
+        }
+
+    def _sort(
+        self,
+        planned: list[Settlement],
+        definitions: Mapping[str, Definition | InvalidTimerError | None],
+    ) -> None:
+        """Put the most urgent runs of a batch first, and leave the others in their order."""
+
+        def urgency(settlement: Settlement) -> int:
+            definition = definitions[settlement.timer.id]
+            assert isinstance(definition, Definition)  # noqa: S101 - else it would not be sent
+            return self._broker.urgency(definition)
+
+        if len(set(map(urgency, planned))) > 1:
+            planned.sort(key=urgency)
 
     def _publish(
         self, lease: Lease, runs: Sequence[Run], link: Link | None
@@ -517,30 +554,47 @@ def _without(timers: Sequence[DueTimer], known: Iterable[DueTimer]) -> list[DueT
 
 
 def _first_of(settlements: list[Settlement]) -> list[Settlement]:
-    """Return those that one commit takes: a message of more than its bytes goes alone."""
-    size = 0
+    """Return those that one commit takes: what is more than it takes goes alone."""
+    size = pushes = 0
     for count, settlement in enumerate(settlements):
         if settlement.message is not None:
+            pushes += len(settlement.message.values)
             size += sum(len(str(value)) for value in settlement.message.values)
-            if size > _COMMIT_BYTES and count:
+            if count and (size > _COMMIT_BYTES or pushes > _COMMIT_PUSHES):
                 return settlements[:count]
     return settlements[:]
 
 
+def _is_custom(definition: Definition | InvalidTimerError | None) -> bool:
+    return isinstance(definition, Definition) and isinstance(definition.schedule, Custom)
+
+
 def _decide(
-    timer: DueTimer, definition: Definition | InvalidTimerError | None, now_ms: int
+    timer: DueTimer,
+    definition: Definition | InvalidTimerError | None,
+    now_ms: int,
+    defaults: Defaults,
+    last_run_ms: int | None,
 ) -> Settlement:
     """Return what is to be done with a due timer: ``run`` when it is to be sent."""
     if not isinstance(definition, Definition):
         return _set_aside(timer, definition)
     if timer.parent:
         return Settlement(timer, "run")
+    due_ms, is_sent = timer.due_ms, timer.is_sent
+    number = 1 if definition.policy.max_runs is None else timer.run_number
     try:
-        plan = policy.plan(definition, timer.due_ms, now_ms)
+        if last_run_ms is not None and not is_sent:
+            plan = planning.ask(definition, due_ms, now_ms, last_run_ms, number=number)
+        else:
+            plan = planning.plan(
+                definition, due_ms, now_ms, number=number, is_sent=is_sent, defaults=defaults
+            )
     except Exception as exc:  # its schedule fails: that must not stop the others
         return _set_aside(timer, InvalidTimerError(f"its schedule fails: {exc!r}"))
-    summary = definition.summary if plan.next_due_ms is None else ""
-    return Settlement(timer, "run", plan.next_due_ms, plan.skipped, summary)
+    next_due_ms, skip, sends, at_ms = plan
+    summary = definition.summary if next_due_ms is None else ""
+    return Settlement(timer, "run" if sends else "skip", next_due_ms, skip, summary, at_ms=at_ms)
 
 
 def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
@@ -586,4 +640,4 @@ def _settlements(planned: Settlement, run: Run, outcome: Outcome | Message) -> I
 
 
 def _delay_ms(timer: DueTimer) -> int:
-    return round(policy.retry_delay(timer.refusals) * 1000)
+    return round(planning.retry_delay(timer.refusals) * 1000)

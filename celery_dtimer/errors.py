@@ -6,7 +6,7 @@
     ├── SettingsError             also celery's ImproperlyConfigured
     ├── InvalidTimerError         also ValueError
     ├── TimerNotFoundError        also LookupError
-    ├── ConflictError             a definition kept changing under a write
+    ├── ConflictError             a definition is not the expected one, or kept changing
     ├── FencedError               the instance's epoch is over
     ├── EmbeddedServerError       the embedded server could not be used
     └── StoreError                Redis refused
@@ -35,7 +35,12 @@ class TimerNotFoundError(DistributedTimerError, LookupError):
 
 
 class ConflictError(DistributedTimerError):
-    """A timer was changed by others again and again while it was being written."""
+    """A timer was changed by others, since it was read or again and again while it was written."""
+
+    def __init__(self, message: str, revision: str | None = None) -> None:
+        """Take the message, and the revision that is stored where that is not the expected one."""
+        super().__init__(message)
+        self.revision = revision
 
 
 class FencedError(DistributedTimerError):

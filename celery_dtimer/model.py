@@ -2,8 +2,9 @@
 
 A timer is stored in two pieces: its *definition* (what to send and when, as JSON, opaque to the
 scripts) and its *state* (a small hash that the scripts move). A definition's *revision* is a digest
-of it: equal definitions have equal revisions, and its first half covers the schedule alone, so that
-a change of arguments can be told from a change of schedule.
+of it: equal definitions have equal revisions. Its first part covers the schedule alone, and the
+last one, which most have not, how far the timer goes: so a change of arguments can be told from a
+change of schedule, and that from a change of the end.
 
 Inside the core, moments are integer milliseconds since the epoch of the server's clock; datetimes
 are aware.
@@ -29,6 +30,7 @@ from kombu.utils import json
 
 from celery_dtimer import schedules
 from celery_dtimer.errors import InvalidTimerError, invalid, shown
+from celery_dtimer.policy import PLAIN, Policy, decode_policy
 
 Status = Literal["active", "paused", "stopped", "broken"]
 
@@ -43,7 +45,7 @@ _RUNS = uuid.UUID("5a6f0f6e-6d0d-5c55-9d7a-0d1f7c1d2b1e").bytes  # the namespace
 _BASE_32 = "abcdefghijklmnopqrstuvwxyz234567"
 _PAIRS = [one + two for one in _BASE_32 for two in _BASE_32]
 _TIMER_ID = re.compile(r"[a-z2-7]{26}")
-_HALF = 6  # bytes of digest for each half of a revision
+_PART = 8  # characters of each part of a revision, in base 64
 
 
 def to_datetime(moment_ms: int) -> datetime:
@@ -103,9 +105,12 @@ class Definition:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     description: str = ""
-    #: The arguments can not be stored: they are taken from the code of the instance that owns the
-    #: timer.
+    policy: Policy = PLAIN
+    #: The arguments, or the schedule, can not be stored: they are taken from the code of the
+    #: instance that owns the timer.
     code_bound: bool = False
+    #: The app by whose time zone the schedule goes, since it names none of its own.
+    zone_of: str = ""
 
     __hash__ = object.__hash__  # by identity: what is cached for a definition goes with it
 
@@ -126,12 +131,37 @@ class Definition:
                     rest[key] = kind(value)
         if self.description:
             rest["description"] = self.description
+        if self.zone_of:
+            rest["zone_of"] = self.zone_of
+        rest |= self.policy.encode()
         return f"{self._head},{_dumps(rest)[1:]}" if rest else self._head + "}"
 
     @cached_property
     def revision(self) -> str:
-        """The digest of the definition; the first half is the schedule's."""
+        """The digest of the definition; the first part is the schedule's."""
         return revision_of(self, self.blob)
+
+    @property
+    def expires_ms(self) -> int | None:
+        """The moment after which nothing is sent any more: that of an absolute ``expires``."""
+        expires = self.options.get("expires") if self.options else None
+        if not isinstance(expires, datetime):
+            return None
+        return to_ms(expires if expires.tzinfo else expires.replace(tzinfo=timezone.utc))
+
+    @property
+    def last_ms(self) -> int | None:
+        """The moment after which no run is scheduled."""
+        end_ms, expires_ms = self.policy.end_ms, self.expires_ms
+        if end_ms is None or expires_ms is None:
+            return expires_ms if end_ms is None else end_ms
+        return min(end_ms, expires_ms)
+
+    @property
+    def window(self) -> str:
+        """How far the timer goes, as a text; "" when it has no bounds."""
+        expires = "" if self.expires_ms is None else f" expires {self.expires_ms}"
+        return self.policy.window + expires
 
     @property
     def summary(self) -> str:
@@ -145,12 +175,14 @@ class Definition:
 
 def revision_of(definition: Definition, blob: str) -> str:
     """Return the revision of a definition that is stored as a blob."""
-    return _encoded(definition.task, definition.schedule)[1] + _digest(blob)
+    window = definition.window
+    parts = _encoded(definition.task, definition.schedule)[1] + _digest(blob)
+    return parts + _digest(window) if window else parts
 
 
 @lru_cache(maxsize=1024)
 def _encoded(task: str, schedule: schedules.Schedule) -> tuple[str, str]:
-    """Return what many timers share: its JSON, and the schedule's half of a revision."""
+    """Return what many timers share: its JSON, and the schedule's part of a revision."""
     rule = _dumps(schedule.encode())
     return f'"task":{_dumps(task)},"schedule":{rule}', _digest(rule)
 
@@ -178,7 +210,9 @@ def decode_definition(blob: str) -> Definition:
             kwargs=_stored(content, "kwargs", dict, {}),
             options=_stored(content, "options", dict, {}),
             description=_stored(content, "description", str, ""),
+            policy=decode_policy(content),
             code_bound=_stored(content, "code_bound", bool, False),
+            zone_of=_stored(content, "zone_of", str, ""),
         )
     except KeyError as exc:
         raise InvalidTimerError(f"the stored definition lacks {exc}") from exc
@@ -192,8 +226,13 @@ def _stored(content: dict[str, Any], key: str, kind: type, *default: Any) -> Any
 
 
 def schedule_part(revision: str) -> str:
-    """Return the half of a revision that covers the schedule."""
-    return revision[: len(revision) // 2]
+    """Return the part of a revision that covers the schedule."""
+    return revision[:_PART]
+
+
+def window_part(revision: str) -> str:
+    """Return the part of a revision that covers how far the timer goes."""
+    return revision[2 * _PART :]
 
 
 # As kombu's `dumps`, which makes one for each text.
@@ -210,7 +249,7 @@ def _loads(text: str) -> Any:
 
 
 def _digest(text: str) -> str:
-    digest = hashlib.blake2b(text.encode(), digest_size=_HALF).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=_PART * 3 // 4).digest()
     return base64.urlsafe_b64encode(digest).decode()
 
 
@@ -317,7 +356,7 @@ class TimerState:
         None  #: scheduled_at of a run that was published, while its commit was refused
     )
     runs: int = 0
-    skipped: int = 0
+    skips: Mapping[str, int] = field(default_factory=dict)  #: runs that did not happen, by reason
     attempts: int = 0  #: publishes refused since the last run
     owner: str = UNASSIGNED
     source: str = ""  #: where a static timer was declared
@@ -325,12 +364,17 @@ class TimerState:
     reason: str = ""
 
     @property
+    def skipped(self) -> int:
+        """How many of its runs did not happen, for whatever reason."""
+        return sum(self.skips.values())
+
+    @property
     def is_finished(self) -> bool:
-        """Say whether this is a one-shot that has run: its arguments are gone."""
+        """Say whether it has no run left, as a one-shot that has run: its arguments are gone."""
         return self.status == "stopped" and self.reason == FINISHED
 
 
-#: The reason of a one-shot that is stopped because it has run.
+#: The reason of a timer that is stopped because it has no run left.
 FINISHED = "finished"
 
 
@@ -351,11 +395,17 @@ class Timer:
     next_run_at: datetime | None  #: None unless it is active
     last_run_at: datetime | None  #: the scheduled moment of its last run
     total_run_count: int
-    skipped: int  #: moments that had no run of their own: missed or paused
+    skips: dict[str, int]  #: runs that did not happen, by reason
     revision: str  #: equal definitions have equal ones
     created_at: datetime
+    policy: Policy = PLAIN
     source: str | None = None  #: the app that declares it, when it is static
-    reason: str | None = None  #: why it is broken, or "finished" when a one-shot has run
+    reason: str | None = None  #: why it is broken, or "finished" when it has no run left
+
+    @property
+    def skipped(self) -> int:
+        """How many of its runs did not happen, for whatever reason."""
+        return sum(self.skips.values())
 
     @classmethod
     def from_stored(cls, state: TimerState, blob: str | None) -> Timer:
@@ -380,9 +430,10 @@ class Timer:
             next_run_at=_maybe_datetime(state.due_ms) if status == "active" else None,
             last_run_at=_maybe_datetime(state.last_run_ms),
             total_run_count=state.runs,
-            skipped=state.skipped,
+            skips=dict(state.skips),
             revision=state.revision,
             created_at=to_datetime(state.created_ms),
+            policy=definition.policy if definition else PLAIN,
             source=state.source or None,
             reason=reason or None,
         )
@@ -419,17 +470,27 @@ class Run(NamedTuple):
     scheduled_ms: int
     number: int
     definition: Definition
+    shard_index: int = 0
+    shard_total: int = 1  #: so many messages make up the run
 
     @property
     def task_id(self) -> str:
-        """The run's task id, a UUIDv5: the same for whoever sends it, however often."""
+        """The id of the run's task, a UUIDv5: the same for whoever sends it, however often."""
+        return self.id_of("")
+
+    def id_of(self, part: str) -> str:
+        """Return the id of a part of what the run sends, itself "" for a single task."""
         name = f"{self.service}/{self.identity}/{self.created_ms}/{self.scheduled_ms}"
+        if self.shard_total > 1:
+            name += f"/shard {self.shard_index}"
+        if part:
+            name += f"/{part}"
         return uuid_text(hashlib.sha1(_RUNS + name.encode()).hexdigest(), 5)  # noqa: S324 - RFC 9562
 
     @property
     def header(self) -> dict[str, Any]:
         """The ``dtimer`` header of the message."""
-        return {
+        header: dict[str, Any] = {
             "id": self.timer_id,
             "name": self.definition.name,
             "service": self.service,
@@ -437,6 +498,9 @@ class Run(NamedTuple):
             "scheduled_at": to_datetime(self.scheduled_ms).isoformat(timespec="milliseconds"),
             "run": self.number,
         }
+        if self.shard_total > 1:
+            header |= {"shard_index": self.shard_index, "shard_total": self.shard_total}
+        return header
 
 
 _VARIANTS = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}

@@ -1,143 +1,184 @@
-"""Pure decisions about timers: when one is armed, and what is to be done with one that is due.
+"""The policy of a timer: within what bounds it runs, and what becomes of runs that come late.
 
-Nothing here knows Redis or Celery; ``now_ms`` is always the server's time.
+What a policy leaves open (``None``) is decided when a run is due, by the `Defaults` of the service.
 """
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta, tzinfo
+from typing import Any, NamedTuple
 
-from celery_dtimer.model import Definition, Status, TimerState, schedule_part
-from celery_dtimer.schedules import OneShot
+from celery_dtimer import schedules
+from celery_dtimer.errors import invalid
 
-#: Seconds between two tries of a message that the broker refuses: first, at most.
-FIRST_RETRY = 0.1
-LAST_RETRY = 5.0
+_DAY_MS = 86_400_000
+_LONGEST_MS = 1000 * 365 * _DAY_MS
+_MILLENNIA_MS = 10_000 * 365 * _DAY_MS  # beyond every moment that can be shown
+
+#: What `misfire_grace_time` may be, in ms: a run that is sent in time is some ms late itself.
+SHORTEST_GRACE_MS = 1000
+LONGEST_GRACE_MS = _LONGEST_MS
+#: How many missed runs may be made up.
+MOST_CATCH_UP = 10_000
 
 
-class Arming(NamedTuple):
-    """The status and the due time that a definition gives to its timer."""
+class _Number(NamedTuple):
+    """A whole number of a policy: the keyword it comes from, and what is accepted."""
 
-    status: Status
-    due_ms: int | None = None
-    delay_ms: int | None = None  #: it is due so long after the moment at which it is written
-    keeps_due: bool = False  #: the due time that is stored stays, whatever it is by then
-    reason: str = ""  #: why it is broken
+    keyword: str
+    first: int
+    last: int
+    accepted: str
+
+
+_NUMBERS = {
+    "start_ms": _Number("start_at", -_MILLENNIA_MS, _MILLENNIA_MS, "a datetime"),
+    "end_ms": _Number("end_at", -_MILLENNIA_MS, _MILLENNIA_MS, "a datetime"),
+    "max_runs": _Number("max_runs", 1, 10**12, "a whole number, 1 or more"),
+    "jitter_ms": _Number("jitter", 0, _LONGEST_MS, "seconds or a timedelta, 0 or more"),
+    "grace_ms": _Number(
+        "misfire_grace_time",
+        SHORTEST_GRACE_MS,
+        LONGEST_GRACE_MS,
+        "seconds or a timedelta, from 1 s to 1000 years",
+    ),
+    "max_catch_up": _Number(
+        "max_catch_up", 0, MOST_CATCH_UP, f"a whole number from 0 to {MOST_CATCH_UP}"
+    ),
+    # One script pushes them all, in a few milliseconds.
+    "shards": _Number("shards", 1, 1000, "a whole number from 1 to 1000"),
+}
+_COALESCE = "True or False"
+_MOMENTS = ("start_ms", "end_ms")
+_TIMES = ("jitter_ms", "grace_ms")
+
+#: The keywords that `parse_policy` takes.
+KEYWORDS = ("coalesce", *(number.keyword for number in _NUMBERS.values()))
+
+
+class Defaults(NamedTuple):
+    """What holds for timers that do not say otherwise."""
+
+    coalesce: bool = True
+    grace_ms: int | None = None  #: a run may be that late; None: as late as it likes
+    cron_grace_ms: int | None = None  #: of crontabs, in place of the one above
+    max_catch_up: int = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What becomes of a due timer once its run has been sent."""
+class Policy:
+    """The bounds of a timer's runs, and how it makes up for late ones."""
 
-    next_due_ms: int | None  #: None: it has run for the last time
-    skipped: int  #: slots between the run and the next one, for which the run stands
+    start_ms: int | None = None  #: no run is scheduled before
+    end_ms: int | None = None  #: nor after
+    max_runs: int | None = None
+    jitter_ms: int = 0  #: a run is sent up to so long after its scheduled moment
+    coalesce: bool | None = None  #: one run stands for all that were missed
+    grace_ms: int | None = None  #: a run that is later than that is skipped
+    max_catch_up: int | None = None  #: so many missed runs are made up, when they do not coalesce
+    shards: int = 1  #: the messages of a run
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be, or not together."""
+        for name, (keyword, first, last, accepted) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value != _DEFAULTS[name] and not (_is_int(value) and first <= value <= last):
+                raise invalid(keyword, value, accepted)
+        if self.coalesce is not None and not isinstance(self.coalesce, bool):
+            raise invalid("coalesce", self.coalesce, _COALESCE)
+        if self.start_ms is not None and self.end_ms is not None and self.end_ms < self.start_ms:
+            raise invalid(
+                "end_at", self.end_ms, f"a moment from start_at={self.start_ms} on, in ms"
+            )
+
+    @property
+    def window(self) -> str:
+        """How far the timer goes, as a text; "" when it has no bounds."""
+        bounds = (self.start_ms, self.end_ms, self.max_runs)
+        return "" if bounds == (None, None, None) else " ".join(map(str, bounds))
+
+    def encode(self) -> dict[str, Any]:
+        """Return the policy as JSON data, without what has its default, for `decode_policy`."""
+        return {
+            name: value
+            for name, default in _DEFAULTS.items()
+            if (value := getattr(self, name)) != default
+        }
 
 
-def needs_time(definition: Definition) -> bool:
-    """Say whether `arm` goes by the server's time to start the timer."""
-    schedule = definition.schedule
-    return schedule.first_delay_ms is None and not isinstance(schedule, OneShot)
+_DEFAULTS: dict[str, Any] = dict.fromkeys(Policy.__slots__) | {"jitter_ms": 0, "shards": 1}
+
+#: The policy of a timer that asks for nothing.
+PLAIN = Policy()
 
 
-def arm(
-    definition: Definition,
-    existing: TimerState | None,
-    now_ms: int,
-    *,
-    last_run_ms: int | None = None,
-    adopt: bool = False,
-    revive: bool = False,
-) -> Arming | None:
-    """Return how an upsert leaves the timer, or None when it changes nothing.
+def decode_policy(stored: Mapping[str, Any]) -> Policy:
+    """Return the policy that `Policy.encode` has put into an object, among other things.
 
-    - A new timer, or one with a new schedule, starts anew: a new schedule re-activates what was
-      stopped or broken.
-    - With the schedule unchanged the phase is kept; a one-shot that has run stays as it is.
-    - A paused timer stays paused; a broken one becomes active with any new definition.
+    Raises:
+        InvalidTimerError: a value cannot be.
+    """
+    found = {name: stored[name] for name in _DEFAULTS if name in stored}
+    return Policy(**found) if found else PLAIN
+
+
+def parse_policy(
+    keywords: Mapping[str, Any], zone: tzinfo | str, current: Policy = PLAIN
+) -> Policy:
+    """Return what the keywords of a timer say of its policy; None stands for the default.
 
     Args:
-        definition: what is to be stored.
-        existing: the timer as it is stored.
-        now_ms: the server's time; anything unless `needs_time`.
-        last_run_ms: when a timer that is new here ran last.
-        adopt: the timer is to be written even when its definition is the same, since its source
-            changes.
-        revive: a broken timer is to be tried again even when its definition is the same, since
-            the code that it failed on may be another by now.
+        keywords: of `create_timer`; others than `KEYWORDS` are left alone.
+        zone: of datetimes that name none.
+        current: what holds for keywords that are not there.
+
+    Raises:
+        InvalidTimerError: a value cannot be used.
     """
-    if existing is None:
-        return (
-            _start(definition, now_ms) if last_run_ms is None else _go_on(definition, last_run_ms)
-        )
-    if _is_broken(existing) and revive:
-        return _start(definition, now_ms)
-    if existing.revision == definition.revision:
-        return (
-            Arming(existing.status, keeps_due=True) if adopt and not existing.is_finished else None
-        )
-    if schedule_part(existing.revision) == schedule_part(definition.revision):
-        return _rearm(existing, definition, now_ms)
-    return _start(definition, now_ms, "paused" if existing.status == "paused" else "active")
+    changes: dict[str, Any] = {}
+    for name, number in _NUMBERS.items():
+        if number.keyword in keywords:
+            value = keywords[number.keyword]
+            default = _DEFAULTS[name]
+            changes[name] = default if value is None else _parsed(name, number, value, zone)
+    if "coalesce" in keywords:
+        changes["coalesce"] = keywords["coalesce"]
+    return replace(current, **changes) if changes else current
 
 
-def _rearm(existing: TimerState, definition: Definition, now_ms: int) -> Arming | None:
-    if existing.is_finished:
-        return None
-    if _is_broken(existing) or existing.due_ms is None:
-        return _start(definition, now_ms)
-    return Arming(existing.status, keeps_due=True)
+def _parsed(name: str, number: _Number, value: Any, zone: tzinfo | str) -> Any:
+    if name in _MOMENTS:
+        return schedules.moment_ms(number.keyword, value, zone)
+    found = _ms_of(value) if name in _TIMES else value
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise invalid(number.keyword, value, number.accepted)
+    if not number.first <= found <= number.last:
+        raise invalid(number.keyword, value, number.accepted)
+    return found
 
 
-def _is_broken(existing: TimerState) -> bool:
-    """Say whether a timer is broken; one whose status was edited into another word is too."""
-    return existing.status not in ("active", "paused", "stopped")
+def _ms_of(value: Any) -> int | None:
+    """Return seconds or a timedelta in ms, None when it is neither."""
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    return round(seconds * 1000) if is_number and abs(seconds) < _MILLENNIA_MS else None
 
 
-def _start(definition: Definition, now_ms: int, status: Status = "active") -> Arming:
-    delay_ms = definition.schedule.first_delay_ms
-    if delay_ms is not None:
-        return Arming(status, delay_ms=delay_ms)
-    due_ms = definition.schedule.first_run(now_ms)
-    return Arming("stopped" if due_ms is None and status == "active" else status, due_ms)
+def check_policy(policy: Policy, schedule: schedules.Schedule) -> None:
+    """Refuse a policy that makes no sense with its schedule.
 
-
-def _go_on(definition: Definition, last_run_ms: int) -> Arming:
-    due_ms = definition.schedule.next_run_after(last_run_ms, last_run_ms)
-    return Arming("stopped" if due_ms is None else "active", due_ms)
-
-
-def plan(definition: Definition, due_ms: int, now_ms: int) -> Plan:
-    """Return what follows the run of ``due_ms``: one run stands for all that were missed."""
-    schedule = definition.schedule
-    moment_ms = max(now_ms, due_ms)
-    following_ms = schedule.next_run_after(due_ms, due_ms)
-    if following_ms is None or following_ms > moment_ms:
-        return Plan(following_ms, 0)
-    next_due_ms = schedule.next_run_after(moment_ms, due_ms)
-    return Plan(next_due_ms, schedule.count_between(due_ms, moment_ms, due_ms))
-
-
-def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
-    """Return the next run of a timer that is resumed now, and the slots that passed meanwhile.
-
-    A one-shot whose moment passed while it was paused runs at once: it has no next run to go on
-    with. A run that is out already, its commit refused, stays the next one: its owner only counts
-    it.
+    Raises:
+        InvalidTimerError: with the field and what is accepted.
     """
-    if state.due_ms is not None and state.due_ms == state.last_sent_ms:
-        return Plan(state.due_ms, 0)
-    anchor_ms = state.due_ms if state.due_ms is not None else now_ms
-    next_due_ms = definition.schedule.next_run_after(now_ms, anchor_ms)
-    if next_due_ms is None:
-        return Plan(definition.schedule.first_run(now_ms), 0)
-    if state.due_ms is None or state.due_ms > now_ms:
-        return Plan(next_due_ms if state.due_ms is None else state.due_ms, 0)
-    return Plan(next_due_ms, 1 + definition.schedule.count_between(anchor_ms, now_ms, anchor_ms))
+    if isinstance(schedule, schedules.OneShot):
+        for keyword, value in (("start_at", policy.start_ms), ("max_runs", policy.max_runs)):
+            if value is not None:
+                raise invalid(keyword, value, "nothing: the timer runs once, at its moment")
+    if isinstance(schedule, schedules.Interval) and policy.jitter_ms >= schedule.every_ms:
+        raise invalid("jitter", policy.jitter_ms / 1000, "less than the timer's interval")
 
 
-def retry_delay(attempts: int) -> float:
-    """Return the seconds until the next try after so many refusals: exponential, with jitter."""
-    longest: float = min(LAST_RETRY, FIRST_RETRY * 2 ** min(attempts, 16))
-    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, keeps no secret
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -14,12 +14,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from celery import Celery
 from celery.beat import Scheduler
 
-from celery_dtimer import policy
+from celery_dtimer import planning
 from celery_dtimer.atomic import ATOMIC, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass
@@ -29,6 +30,7 @@ from celery_dtimer.errors import (
     SettingsError,
     StoreUnavailableError,
 )
+from celery_dtimer.keywords import source_of
 from celery_dtimer.membership import Identity, Membership, MembershipThread, leave, local_host
 from celery_dtimer.model import Lease, new_instance_id, process_instance_id
 from celery_dtimer.publisher import Publisher
@@ -92,6 +94,7 @@ class Loop:
             return self._waiting(self._longest_wait if lease is None else pause)
         try:
             self._reconcile(lease)
+            has_more = self._static.step(lease)
             done = self._dispatcher.step(lease)
         except FencedError:
             logger.warning("Epoch %s is over: dropping what it held", lease.epoch)
@@ -106,7 +109,7 @@ class Loop:
             return self._backing_off(self._store_failures)
         self._store_failures = 0
         self._say_sent(lease, done.sent)
-        return self._after(done)
+        return self._after(replace(done, more=True) if has_more else done)
 
     def look_ahead(self, seconds: float) -> bool:
         """Use spare time for timers that come due soon; say whether there is more to do."""
@@ -171,7 +174,7 @@ class Loop:
 
     def _backing_off(self, failures: int) -> float:
         """Wait whatever wakes the loop meanwhile."""
-        delay = policy.retry_delay(failures)
+        delay = planning.retry_delay(failures)
         self._not_before = self._clock() + delay
         return self._waiting(delay)
 
@@ -316,7 +319,7 @@ class Runtime:
             except DistributedTimerError as exc:
                 failures += 1
                 logger.debug("The listener for wake-ups reconnects: %s", exc)
-                self._stopped.wait(policy.retry_delay(failures))
+                self._stopped.wait(planning.retry_delay(failures))
 
 
 class DistributedScheduler(Scheduler):
@@ -351,7 +354,7 @@ class DistributedScheduler(Scheduler):
         self.settings = Settings.from_app(app, service)
         self.instance = new_instance_id() if embedded else process_instance_id()
         self._owns_process = not embedded
-        self._declaration = Declaration(_source(app))
+        self._declaration = Declaration(source_of(app))
         self._runtime: Runtime | None = None
         self._in_tick = False
         self._closed = False
@@ -466,7 +469,3 @@ def _check_connections(app: Celery, settings: Settings) -> None:
         raise refusal(reason)
     if not settings.redis_url.startswith("embedded:"):  # that one has a server to start
         Store(settings).client  # noqa: B018 - made, so that a wrong option shows
-
-
-def _source(app: Celery) -> str:
-    return app.main or "__main__"

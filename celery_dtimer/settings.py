@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from celery import Celery
 
 from celery_dtimer.errors import SettingsError, shown
+from celery_dtimer.policy import LONGEST_GRACE_MS, MOST_CATCH_UP, SHORTEST_GRACE_MS, Defaults
 
 #: The URL schemes that ``dtimer_redis_url`` accepts.
 SCHEMES = ("redis", "rediss", "redis+socket", "unix", "embedded")
@@ -29,6 +30,10 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_lag_limit": 2,
     "dtimer_dispatch": "auto",
     "dtimer_keep_finished": timedelta(days=7),
+    "dtimer_coalesce": True,
+    "dtimer_misfire_grace_time": None,
+    "dtimer_max_catch_up": 100,
+    "dtimer_history": 10_000,
 }
 
 
@@ -54,6 +59,8 @@ class Settings:
     lag_limit: float = 2.0
     dispatch: str = "auto"
     keep_finished: float = 7 * 86400.0
+    defaults: Defaults = field(default_factory=Defaults)
+    history: int = 10_000
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -83,6 +90,8 @@ class Settings:
             lag_limit=_seconds("dtimer_lag_limit", conf),
             dispatch=conf["dtimer_dispatch"],
             keep_finished=_seconds("dtimer_keep_finished", conf, zero=True),
+            defaults=_defaults(conf, app.conf.beat_cron_starting_deadline),
+            history=_whole("dtimer_history", conf, 1_000_000),
         )
 
     def __post_init__(self) -> None:
@@ -144,6 +153,36 @@ def _refuse_unknown(app: Celery) -> None:
 
 def _prefix(app: Celery) -> str:
     return str(getattr(app.conf, "prefix", "") or "").lower()
+
+
+def _defaults(conf: Mapping[str, Any], deadline: float | None) -> Defaults:
+    """Return what holds for timers that do not say otherwise; ``deadline`` is Celery's own."""
+    name = "dtimer_coalesce"
+    if not isinstance(conf[name], bool):
+        raise _bad(name, conf[name], "True or False")
+    return Defaults(
+        coalesce=conf[name],
+        grace_ms=_grace_ms("dtimer_misfire_grace_time", conf),
+        # Even what is sent in time is some milliseconds late.
+        cron_grace_ms=None if deadline is None else max(round(deadline * 1000), SHORTEST_GRACE_MS),
+        max_catch_up=_whole("dtimer_max_catch_up", conf, MOST_CATCH_UP),
+    )
+
+
+def _grace_ms(name: str, conf: Mapping[str, Any]) -> int | None:
+    if conf[name] is None:
+        return None
+    grace_ms = round(_seconds(name, conf) * 1000)
+    if not SHORTEST_GRACE_MS <= grace_ms <= LONGEST_GRACE_MS:
+        raise _bad(name, conf[name], "seconds or a timedelta from 1 s to 1000 years, or None")
+    return grace_ms
+
+
+def _whole(name: str, conf: Mapping[str, Any], most: int) -> int:
+    value = conf[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise _bad(name, value, f"a whole number from 0 to {most}")
+    return value
 
 
 def _bad(name: str, value: object, accepted: str) -> SettingsError:

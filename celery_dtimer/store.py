@@ -39,7 +39,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from celery_dtimer import policy
+from celery_dtimer import planning
 from celery_dtimer.errors import (
     ConflictError,
     FencedError,
@@ -53,12 +53,12 @@ from celery_dtimer.model import (
     UNASSIGNED,
     Definition,
     Instance,
-    Status,
     Timer,
     TimerState,
     timer_id,
     to_datetime,
 )
+from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.settings import Settings
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
@@ -68,15 +68,17 @@ _HANDED = 100  # and that one call gives to others
 _BATCH_BYTES = MAX_DEFINITION_BYTES
 _CONNECTIONS = 2  # that one store uses at once: a call is prepared while another is answered
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
+_HISTORY_PAGE = 500  # entries that are read at once
 _LONGEST_PAUSE = 0.05  # seconds between two of them
 
 _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
-    *("report", "give_up", "steal"),
+    *("report", "give_up", "steal", "rezoned"),
     *("upsert", "delete", "pause", "resume", "stop", "trigger"),
     *("due", "commit", "linked", "purge", "scrub"),
 )
 _FENCED, _BUSY, _UNLINKED = -1, -2, -3
+_SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
 _LAST_MS = 253_402_300_799_999  # the last moment that can be shown, in the year 9999
 
 # What a server answers that will serve later, or that is no longer the right one.
@@ -136,7 +138,9 @@ class Keys:
     ``declaration:{s}:<digest>``  set      the static timers that some code declares
     ``declarations:{s}:<source>`` zset     declarations by when they were first seen
     ``run:{s}:<task_id>``         string   which message of a run has started; expires
-    ``meta:{s}``                  hash     last epoch, count of membership changes, mover
+    ``history:{s}``               stream   what was sent, and what was not and why
+    ``counters:{s}``              hash     how many runs were sent, and not, by reason
+    ``meta:{s}``                  hash     last epoch, count of membership changes, mover, zones
     ``never:{s}``                 --       never exists (see ``prelude.lua``)
     ``wake:{s}:<i>``              channel  wakes an instance
     ============================  =======  =================================================
@@ -287,22 +291,27 @@ class Settlement(NamedTuple):
     """What was done with a due timer, for its commit."""
 
     timer: DueTimer
-    done: str  #: run, refused, lacking, broken, unreadable or missing
+    done: str  #: run, skip, refused, lacking, broken, unreadable or missing
     next_due_ms: int | None = None
-    skipped: int = 0
-    summary: str = ""  #: what is kept of a one-shot that has run
+    skip: Skip | None = None  #: runs that do not happen
+    summary: str = ""  #: what is kept of a timer that has no run left
     delay_ms: int = 0
     reason: str = ""
+    at_ms: int | None = None  #: when it is looked at next; None: when it is due
     message: Message | None = None  #: pushed by the commit; None when it was published before
 
     @property
     def detail(self) -> str:
         """The text that ``commit.lua`` takes with ``done``."""
-        if self.done != "run":
+        if self.done not in ("run", "skip"):
             return storable(self.reason) or str(self.delay_ms)
-        if self.next_due_ms is None:
-            return f"- {self.skipped} {self.summary}"
-        return f"{self.next_due_ms} {self.skipped}"
+        due_ms, at_ms, skip = self.next_due_ms, self.at_ms, self.skip
+        if due_ms is not None and at_ms is None and skip is None:
+            return str(due_ms)
+        due = "-" if due_ms is None else str(due_ms)
+        at = due if at_ms is None else str(at_ms)
+        skipped = "- 0 0 0" if skip is None else " ".join(map(str, skip))
+        return f"{due} {at} {skipped} {self.summary}"
 
     def pushing(self, message: Message) -> Settlement:
         """Return it with the message that its commit pushes."""
@@ -376,6 +385,7 @@ class Store:
         self._client: Any = None
         self._lock = threading.Lock()
         self._declared_keys = [self.keys("meta"), self.keys("never")]
+        self._kept = f"{round(settings.keep_finished * 1000)} {settings.history}"
 
     # -- connection
 
@@ -535,6 +545,18 @@ class Store:
             )
         return members
 
+    def timezone_of(self, source: str) -> str | None:
+        """Return by which time zone a source's timers go that name none; None if never noted."""
+        with self._errors():
+            found: str | None = self.client.hget(
+                self.keys("meta"), f"timezone:{encode_name(source)}"
+            )
+        return found
+
+    def note_timezone(self, instance: str, epoch: int, source: str, timezone: str) -> None:
+        """Note by which time zone a source's timers go that name none."""
+        self._call("rezoned", instance, epoch, encode_name(source), timezone)
+
     def purge(self, limit: int = BATCH) -> int:
         """Remove one-shots that ran long enough ago; return how many."""
         return int(self._call("purge", limit))
@@ -623,7 +645,7 @@ class Store:
         prefix = link.prefix if link else ""
         targets = [part for command, key in numbers for part in (command, prefix + key)]
         answer = self._begin(
-            *("commit", instance, epoch, sequence, round(self.settings.keep_finished * 1000)),
+            *("commit", instance, epoch, sequence, self._kept),
             *(str(reading or ""), *self._proof(link), len(numbers), *targets, *entries),
         )
         return lambda: _committed(answer())
@@ -712,8 +734,8 @@ class Store:
 
         def arm(
             definition: Definition, state: TimerState | None, now_ms: int
-        ) -> policy.Arming | None:
-            return policy.arm(
+        ) -> planning.Arming | None:
+            return planning.arm(
                 definition,
                 state,
                 now_ms,
@@ -732,7 +754,7 @@ class Store:
 
         try:
             for batch in _sized_chunks(definitions):
-                now_ms = self.now_ms() if any(map(policy.needs_time, batch)) else 0
+                now_ms = self.now_ms() if any(map(planning.needs_time, batch)) else 0
                 writing.append(self._begin_write(batch, arm, static_source, now_ms))
                 if len(writing) > 1:  # the server works on one batch while the next is made
                     changed += finish_first()
@@ -749,8 +771,7 @@ class Store:
 
     def replace(self, state: TimerState, definition: Definition) -> bool:
         """Give a timer another definition; return False when it is not in this state any more."""
-        now_ms = self.now_ms() if policy.needs_time(definition) else 0
-        arming = policy.arm(definition, state, now_ms)
+        arming = planning.arm(definition, state, self.now_ms())
         return (
             arming is None
             or not self._begin_upsert([(definition, state, arming)], state.source)()[1]
@@ -759,7 +780,7 @@ class Store:
     def _begin_write(
         self,
         batch: Sequence[_Stored],
-        arm: Callable[[_Stored, TimerState | None, int], policy.Arming | None],
+        arm: Callable[[_Stored, TimerState | None, int], planning.Arming | None],
         source: str,
         now_ms: int = 0,
     ) -> Callable[[], int]:
@@ -770,7 +791,7 @@ class Store:
 
         def armed(
             read: Iterable[tuple[_Stored, TimerState | None]], at_ms: int
-        ) -> list[tuple[_Stored, TimerState | None, policy.Arming]]:
+        ) -> list[tuple[_Stored, TimerState | None, planning.Arming]]:
             return [
                 (each, state, arming)
                 for each, state in read
@@ -802,7 +823,7 @@ class Store:
         That is the server's time, and the state of each timer that is not as it was read.
         """
         arguments = [text for row in rows for text in _upsert_arguments(*row)]
-        answer = self._begin("upsert", source, *arguments)
+        answer = self._begin("upsert", source, self.settings.history, *arguments)
 
         def finish() -> tuple[int, dict[int, TimerState | None]]:
             now_ms, *refused = answer()
@@ -891,15 +912,40 @@ class Store:
         """Stop a timer; return the code of ``stop.lua``."""
         return int(self._call("stop", id))
 
-    def resume(self, id: str, revision: str, status: Status, due_ms: int, skipped: int) -> int:
-        """Resume a timer; return the code of ``resume.lua``."""
-        return int(self._call("resume", id, revision, status, due_ms, skipped))
+    def resume(self, state: TimerState, plan: Plan) -> int:
+        """Go on with a timer as planned for its state; return the code of ``resume.lua``."""
+        due_ms, at_ms = plan.next_due_ms, plan.at_ms
+        assert due_ms is not None  # noqa: S101 - else there is nothing to go on with
+        passed = (0, 0, 0) if plan.skip is None else plan.skip[1:]
+        return int(
+            self._call(
+                *("resume", state.id, state.revision, state.status),
+                *(due_ms, due_ms if at_ms is None else at_ms, *passed, self.settings.history),
+            )
+        )
 
     def trigger(self, id: str, trigger_id: str) -> int:
         """Run a timer now; return the code of ``trigger.lua``."""
         return int(self._call("trigger", id, trigger_id))
 
     # -- runs
+
+    def history(self, from_ms: int) -> Iterator[Mapping[str, str]]:
+        """Yield the entries of the history that were written since a moment, oldest first."""
+        start = str(from_ms)
+        while True:
+            with self._errors():
+                page = self.client.xrange(self.keys("history"), start, "+", count=_HISTORY_PAGE)
+            yield from ({**entry, "at": id.partition("-")[0]} for id, entry in page)
+            if len(page) < _HISTORY_PAGE:
+                return
+            start = f"({page[-1][0]}"
+
+    def counters(self) -> dict[str, int]:
+        """Return how many runs the service has sent, and ``skipped_<reason>``."""
+        with self._errors():
+            found = self.client.hgetall(self.keys("counters"))
+        return {name: _number(count) for name, count in found.items()}
 
     def claim_run(self, task_id: str, token: str, keep_ms: int) -> str | None:
         """Claim a run for a message; return the token that has claimed it before, else None.
@@ -1033,30 +1079,33 @@ class _BrokenEntry:
         text = f"{self.blob}\n{self.reason}".encode(errors="backslashreplace")
         return hashlib.blake2b(text, digest_size=12).hexdigest()[:16]
 
-    def arm(self, existing: TimerState | None, now_ms: int) -> policy.Arming | None:
+    def arm(self, existing: TimerState | None, now_ms: int) -> planning.Arming | None:
         """Return how it leaves the timer, or None when it is stored already."""
         if existing is not None and existing.revision == self.revision:
             return None
-        return policy.Arming("broken", reason=self.reason)
+        return planning.Arming("broken", reason=self.reason)
 
 
 _Stored = TypeVar("_Stored", Definition, _BrokenEntry)
-_Row: TypeAlias = "tuple[Definition | _BrokenEntry, TimerState | None, policy.Arming]"
+_Row: TypeAlias = "tuple[Definition | _BrokenEntry, TimerState | None, planning.Arming]"
 
 
 def _upsert_arguments(
-    stored: Definition | _BrokenEntry, state: TimerState | None, arming: policy.Arming
+    stored: Definition | _BrokenEntry, state: TimerState | None, arming: planning.Arming
 ) -> tuple[str, str, str]:
     """Return the three texts that ``upsert.lua`` takes for a timer."""
-    anew = int(state is not None and state.is_finished)
+    anew = int(
+        state is not None and state.is_finished and planning.is_rescheduled(state, stored.revision)
+    )
+    head = (stored.id, stored.revision, arming.status, _due(arming), arming.jitter_ms, anew)
     return (
-        f"{stored.id} {stored.revision} {arming.status} {_due(arming)} {anew} {arming.reason}",
+        f"{' '.join(map(str, head))} {arming.reason}",
         f"{state.revision} {state.status}" if state else "",
         stored.blob,
     )
 
 
-def _due(arming: policy.Arming) -> str:
+def _due(arming: planning.Arming) -> str:
     if arming.delay_ms is not None:
         return f"+{arming.delay_ms}"
     if arming.keeps_due:
@@ -1091,7 +1140,11 @@ def _state(id: str, row: object) -> TimerState | None:
         last_run_ms=_maybe_int(row.get("last_run", "")),
         last_sent_ms=_maybe_int(row.get("last_sent", "")),
         runs=_number(row.get("runs", "")),
-        skipped=_number(row.get("skipped", "")),
+        skips={
+            field.removeprefix(_SKIPPED): _number(count)
+            for field, count in row.items()
+            if field.startswith(_SKIPPED)
+        },
         attempts=_number(row.get("attempts", "")),
         owner=row.get("owner", UNASSIGNED),
         source=row.get("source", ""),

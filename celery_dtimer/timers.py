@@ -5,25 +5,29 @@ from __future__ import annotations
 import fnmatch
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
 from functools import partial
-from typing import Any, TypeAlias, overload
+from itertools import islice
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 from celery import Celery, Task
 from celery.canvas import Signature
 from celery.schedules import BaseSchedule
 
-from celery_dtimer import consistency, policy, schedules
-from celery_dtimer.declarations import declare
+from celery_dtimer import consistency, history, planning, schedules
+from celery_dtimer.canvas import is_canvas, parts_of
+from celery_dtimer.declarations import declare, definition_of
 from celery_dtimer.errors import (
+    ConflictError,
     DistributedTimerError,
     InvalidTimerError,
     TimerNotFoundError,
     invalid,
     shown,
 )
+from celery_dtimer.keywords import KEYWORDS, TIMING, define
 from celery_dtimer.model import (
     Definition,
     Instance,
@@ -36,21 +40,33 @@ from celery_dtimer.model import (
     is_timer_id,
     new_trigger_id,
     timer_id,
+    to_datetime,
 )
-from celery_dtimer.options import check_options
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store, attempts
 from celery_dtimer.worker import RunClaims, callback_body, remembered_ms
+from celery_dtimer.zones import zone_name, zone_of
 
 #: What a schedule may be given as.
 ScheduleLike = float | timedelta | datetime | str | BaseSchedule | schedules.Schedule
 #: What a callback may be given as: a task, its name, the short name of a callback, or a signature.
 CallbackLike: TypeAlias = "Task[..., Any] | Signature[Any] | str"  # Celery 5.5's are no generics
 
+#: What becomes of fixed times where clocks change: see `DistributedTimer.create_timer`.
+Dst = Literal["cron", "skip", "shift", "both"]
+
 _BEATS_SERVICE = "dtimer_beats_service"  # the attribute of an app that holds the first one named
+_MOST_PREVIEWED = 10_000
 _PAGE = 1000  # timers that are read at once
 _STATUSES = ("active", "paused", "stopped", "broken")
+
+
+class Counts(NamedTuple):
+    """What has become of the runs of a service, since it began to count."""
+
+    sent: int
+    skips: dict[str, int]  #: runs that did not happen, by reason
 
 
 class DistributedTimer:
@@ -136,7 +152,8 @@ class DistributedTimer:
                 that is delivered again because its worker died. Seconds or a timedelta: how long a
                 run is remembered, in Redis, from its start; True is one day.
             **options: further options of the Celery task; with a schedule, ``args``, ``kwargs``,
-                ``timezone`` and ``description`` are the timer's.
+                ``timezone``, ``dst``, ``description`` and all of a timer's policies (see
+                `create_timer`) are the timer's.
 
         Raises:
             InvalidTimerError: another callback has the short name, the function takes no timer, or
@@ -157,9 +174,7 @@ class DistributedTimer:
     ) -> Task[..., Any]:
         short_name = name or function.__name__
         timer_fields: dict[str, Any] = {
-            key: options.pop(key)
-            for key in ("args", "kwargs", "timezone", "description")
-            if key in options
+            key: options.pop(key) for key in sorted(_FIELDS - _REQUIRED_FIELDS) if key in options
         }
         if timer_fields and schedule is None:
             raise invalid(
@@ -173,9 +188,8 @@ class DistributedTimer:
         task: Task[..., Any] = decorator(callback_body(function, *once))
         self._register(short_name, task)  # unread: a task is made when Celery's app is complete
         if schedule is not None:
-            zone = timer_fields.get("timezone")
-            schedules.parse(schedule, timezone=zone, default_timezone="UTC")  # bad ones show here
             entry: dict[str, Any] = {"task": options["name"], "schedule": schedule, **timer_fields}
+            definition_of(self.app, short_name, entry)  # a bad one shows here
             declare(self.app, short_name, entry)
         return task
 
@@ -211,27 +225,56 @@ class DistributedTimer:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timezone: tzinfo | str | None = None,
+        dst: Dst | None = None,
+        relative: bool = False,
+        start_at: datetime | None = None,
+        end_at: datetime | None = None,
+        max_runs: int | None = None,
+        jitter: float | timedelta | None = None,
+        coalesce: bool | None = None,
+        misfire_grace_time: float | timedelta | None = None,
+        max_catch_up: int | None = None,
+        shards: int | None = None,
         description: str = "",
         **options: Any,
     ) -> str:
         """Create a timer, or update the one of that name; return its id.
 
-        A new interval timer runs first one interval after its creation. Creating the same again
-        changes nothing; changing the arguments alone keeps the timer's phase; another schedule
-        starts it anew.
+        A new interval timer runs first one interval after its creation, or at its ``start_at``.
+        Creating the same again changes nothing; another schedule starts the timer anew; whatever
+        else is changed keeps its phase. No timer runs for a moment before it was created, resumed
+        or given its schedule, but for a single run whose moment has come: that runs at once.
 
         Args:
             name: any text; it identifies the timer.
-            schedule: seconds, a timedelta, a crontab, a solar event, a five-field cron text, or a
-                datetime for a single run.
-            callback: a task, its name, the short name of a callback, or a signature
-                (``task.s(...)``).
+            schedule: seconds, a timedelta, a crontab, a solar event, a cron text, a dateutil rrule
+                or its text, or a datetime for a single run.
+            callback: a task, its name, the short name of a callback, or a signature: of a task
+                (``task.s(...)``), or a chain, group or chord.
             args: positional arguments, before which a callback gets its timer.
             kwargs: keyword arguments.
-            timezone: the zone of a crontab, by default the app's.
+            timezone: by whose clocks the schedule goes, and the zone of datetimes that name none;
+                by default the app's. A timer without one follows the app's when that changes.
+            dst: what becomes of a fixed time of a crontab or rrule that clocks leave out or show
+                twice. "cron": it runs when the gap ends, and the first time; "skip": not at all,
+                and the first time; "shift": later by the length of the gap, and the first time;
+                "both": when the gap ends, and both times.
+            relative: whether an interval is rounded to its unit, as in Celery.
+            start_at: no run is scheduled before; an interval counts from it.
+            end_at: no run is scheduled after.
+            max_runs: after so many runs the timer has finished.
+            jitter: seconds or a timedelta by which each run is delayed at most, by chance.
+            coalesce: whether one run stands for all that were missed. Otherwise each is made up.
+                By default `dtimer_coalesce`.
+            misfire_grace_time: seconds or a timedelta, from 1 s: a run that would be later is
+                skipped. By default `dtimer_misfire_grace_time`, for crontabs Celery's
+                `beat_cron_starting_deadline` where that is set.
+            max_catch_up: how many missed runs are made up at most without ``coalesce``; older ones
+                are skipped. By default `dtimer_max_catch_up`.
+            shards: each run is sent as so many messages; ``timer.shard_index`` tells them apart.
             description: shown to people.
-            **options: what ``apply_async`` takes: queue, priority, expires (seconds from the
-                sending), headers, ...
+            **options: what ``apply_async`` takes: queue, priority, headers, link, ... ``expires``
+                counts from the sending if it is seconds or a timedelta; a datetime ends the timer.
 
         Raises:
             InvalidTimerError: something cannot be used; nothing was stored.
@@ -245,6 +288,16 @@ class DistributedTimer:
                 "args": args,
                 "kwargs": kwargs,
                 "timezone": timezone,
+                "dst": dst,
+                "relative": relative,
+                "start_at": start_at,
+                "end_at": end_at,
+                "max_runs": max_runs,
+                "jitter": jitter,
+                "coalesce": coalesce,
+                "misfire_grace_time": misfire_grace_time,
+                "max_catch_up": max_catch_up,
+                "shards": shards,
                 "description": description,
                 **options,
             }
@@ -291,31 +344,31 @@ class DistributedTimer:
                 f"timers[{place}] ({shown(keywords.get('name'))}): {exc}"
             ) from exc
 
-    def _definition(self, keywords: Mapping[str, Any]) -> Definition:
-        """Return what the keywords of `create_timer` describe, checked."""
-        name, description = keywords["name"], keywords.get("description", "")
-        if not isinstance(name, str):
-            raise invalid("name", name, "a str")
-        if not isinstance(description, str):
-            raise invalid("description", description, "a str")
+    def _definition(
+        self, keywords: Mapping[str, Any], current: Definition | None = None
+    ) -> Definition:
+        """Return what the keywords of `create_timer` describe, checked.
+
+        Args:
+            keywords: of `create_timer`; those of `update_timer` with a ``current`` definition.
+            current: what stays of the timer is taken from it.
+        """
         task, args, kwargs, options = self._call(
             keywords["callback"],
             keywords.get("args"),
             keywords.get("kwargs"),
-            {key: value for key, value in keywords.items() if key not in _DEFINITION_FIELDS},
+            {key: value for key, value in keywords.items() if key not in _FIELDS},
         )
-        definition = Definition(
-            name=name,
+        definition = define(
+            self.app,
+            keywords["name"],
+            schedule=keywords["schedule"],
             task=task,
-            schedule=schedules.parse(
-                keywords["schedule"],
-                timezone=keywords.get("timezone"),
-                default_timezone=self.app.timezone,
-            ),
             args=args,
             kwargs=kwargs,
-            options=check_options(options),
-            description=description,
+            options=options,
+            keywords=keywords,
+            current=current,
         )
         for field in ("args", "kwargs", "options"):
             value = getattr(definition, field)
@@ -339,11 +392,11 @@ class DistributedTimer:
         if not isinstance(callback, Signature):
             return self._task_name_of(callback), *given
         if callback.subtask_type:
-            raise invalid(
-                "callback",
-                callback,
-                "the signature of a single task; canvas is not supported as a callback",
-            )
+            for field, value in (("args", args), ("kwargs", kwargs)):
+                if value:
+                    raise invalid(field, value, "nothing: the tasks of a canvas have their own")
+            task, own_args, own_kwargs, own_options = parts_of(callback, self.app)
+            return task, tuple(own_args), own_kwargs, {**own_options, **options}
         return (
             str(callback.task),
             given[0] or tuple(callback.args),
@@ -477,60 +530,184 @@ class DistributedTimer:
         """Return what does not hold between the service's structures: nothing when all is well."""
         return consistency.check(self.store)
 
+    def get_counts(self) -> Counts:
+        """Return how many runs the service has sent, and how many did not happen, by reason."""
+        found = self.store.counters()
+        skips = {
+            reason: found[f"skipped_{reason}"]
+            for reason in planning.REASONS
+            if f"skipped_{reason}" in found
+        }
+        return Counts(found.get("sent", 0), skips)
+
+    def why(self, timer: str, moment: datetime) -> str:
+        """Say in a sentence what became of a timer's run at a moment, or why there was none.
+
+        The service's history tells what was sent and what was skipped as far as it reaches back
+        (``dtimer_history``); for the rest the timer's state does.
+
+        Args:
+            timer: its id or name.
+            moment: when the run was scheduled, give or take a second; the app's time zone holds for
+                a datetime without one.
+
+        Raises:
+            TimerNotFoundError: there is no such timer.
+            InvalidTimerError: the moment is no datetime.
+        """
+        moment_ms = schedules.moment_ms("moment", moment, self.app.timezone)
+        state = self._resolve(timer)
+        try:
+            blob = self.store.definitions([state.id])[0]
+            definition = decode_definition(blob) if blob else None
+        except InvalidTimerError:
+            definition = None
+        found = history.records(self.store.history(moment_ms - history.NEAR_MS), state.id)
+        return history.explain(definition, state, moment_ms, self.store.now_ms(), found)
+
+    def preview(
+        self,
+        timer_or_schedule: str | Timer | ScheduleLike,
+        n: int = 10,
+        *,
+        after: datetime | None = None,
+        timezone: tzinfo | str | None = None,
+        **timing: Any,
+    ) -> list[datetime]:
+        """Return the next moments at which a timer, or a timer with such a schedule, runs.
+
+        They are the scheduled moments, without jitter. A schedule is worked out without Redis.
+
+        Args:
+            timer_or_schedule: a timer's id or name, a `Timer`, or a schedule as `create_timer`
+                takes it. A text that reads as a cron or rrule text is taken as a schedule.
+            n: how many moments are returned at most.
+            after: they come after this moment, by default after now. Of an active timer that is
+                overdue the run that it owes comes first.
+            timezone: of the datetimes that are returned, and of a schedule that names none; by
+                default the schedule's own, or the app's.
+            **timing: ``dst``, ``relative``, ``start_at``, ``end_at`` and ``max_runs`` beside a
+                schedule, as `create_timer` takes them.
+
+        Raises:
+            TimerNotFoundError: there is no such timer.
+            InvalidTimerError: the schedule, or something else, cannot be used.
+        """
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _MOST_PREVIEWED:
+            raise invalid("n", n, f"a whole number from 1 to {_MOST_PREVIEWED}")
+        after_ms = None
+        if after is not None:
+            after_ms = schedules.moment_ms("after", after, timezone or self.app.timezone)
+        definition, state = self._previewed(timer_or_schedule, timezone, timing)
+        if after_ms is None:
+            after_ms = time.time_ns() // 1_000_000 if state is None else self.store.now_ms()
+            if state is not None and state.status == "active" and state.due_ms is not None:
+                after_ms = min(after_ms, state.due_ms - 1)
+        own_zone = getattr(definition.schedule, "timezone", None)
+        zone = zone_of(zone_name(timezone or own_zone or self.app.timezone))
+        moments = islice(planning.upcoming(definition, state, after_ms), n)
+        return [to_datetime(moment_ms).astimezone(zone) for moment_ms in moments]
+
+    def _previewed(
+        self,
+        timer_or_schedule: Any,
+        timezone: tzinfo | str | None,
+        timing: Mapping[str, Any],
+    ) -> tuple[Definition, TimerState | None]:
+        """Return the definition to look at, and the state of the timer if it is one's."""
+        unknown = timing.keys() - TIMING
+        if unknown:
+            name = min(unknown)
+            raise invalid(name, timing[name], "no such keyword: " + ", ".join(sorted(TIMING)))
+        name = timer_or_schedule
+        if isinstance(name, Timer):
+            name = name.id
+        if isinstance(name, str) and not schedules.is_text(name):
+            state = self._resolve(name)
+            blob = self.store.definitions([state.id])[0]
+            if blob is None:
+                raise InvalidTimerError(f"the definition of timer {shown(name)} is gone")
+            definition = decode_definition(blob)
+            if isinstance(definition.schedule, schedules.Custom):
+                rule = definition.schedule.describe()
+                raise InvalidTimerError(f"timer {shown(name)} goes by code of its beats: {rule}")
+            return definition, state
+        return define(
+            self.app,
+            "preview",
+            schedule=timer_or_schedule,
+            task="preview",
+            args=(),
+            kwargs={},
+            options={},
+            keywords={**timing, "timezone": timezone},
+        ), None
+
     # ------------------------------------------------------------ changing
 
-    def update_timer(self, timer: str, **changes: Any) -> Timer:
+    def update_timer(
+        self, timer: str, *, expected_revision: str | None = None, **changes: Any
+    ) -> Timer:
         """Change a timer; what is not named stays. Return it as it is then.
 
         Args:
             timer: its id or name.
-            **changes: schedule, callback, args, kwargs, timezone, description, and message options,
-                as `create_timer` takes them; an option given as None is removed, and a signature
-                as callback brings its arguments with it.
+            expected_revision: the `Timer.revision` on which the change is based: with another one
+                stored nothing is changed.
+            **changes: what `create_timer` takes; None stands for the default, and removes an
+                option. A signature as callback brings its arguments with it.
 
         Raises:
             TimerNotFoundError: there is none.
             InvalidTimerError: something cannot be used, or there is nothing left to change; nothing
                 was stored.
-            ConflictError: others kept changing it.
+            ConflictError: its revision is not the expected one, which the error carries; or others
+                kept changing it.
         """
         if "name" in changes:
             raise invalid("name", changes["name"], "nothing: a name identifies its timer and stays")
+        if expected_revision is not None and not isinstance(expected_revision, str):
+            raise invalid("expected_revision", expected_revision, "the revision of a timer")
         for _ in attempts(timer):
             state = self._resolve(timer)
-            changed = self._changed(self._definition_of(timer, state), changes)
+            if expected_revision not in (None, state.revision):
+                raise ConflictError(
+                    f"timer {shown(timer)} has the revision {state.revision}, not "
+                    f"{expected_revision}: somebody has changed it",
+                    state.revision,
+                )
+            definition = self._definition_of(timer, state)
+            if definition.code_bound:
+                raise InvalidTimerError(
+                    f"timer {shown(timer)} is taken from its beat's code: change it there"
+                )
+            changed = self._changed(definition, changes)
             if self.store.replace(state, changed):
                 break
         return self._timer_of(timer, state.id)
 
     def _changed(self, definition: Definition, changes: dict[str, Any]) -> Definition:
         callback = changes.get("callback", definition.task)
-        options = {key: value for key, value in changes.items() if key not in _DEFINITION_FIELDS}
+        options = {key: value for key, value in changes.items() if key not in _FIELDS}
         args, kwargs, stored = definition.args, definition.kwargs, definition.options
         if isinstance(callback, Signature):  # brings its own in place of the stored ones
             args, kwargs = (), {}
             stored = {key: value for key, value in stored.items() if key not in callback.options}
+        elif "callback" in changes and is_canvas(definition.task):
+            args, kwargs = (), {}  # they are what the canvas consisted of
         merged = {**stored, **options}
         return self._definition(
             {
+                "args": args,
+                "kwargs": kwargs,
+                "schedule": definition.schedule,
+                **{key: value for key, value in changes.items() if key in _FIELDS},
                 "name": definition.name,
-                "schedule": self._changed_schedule(definition.schedule, changes),
                 "callback": callback,
-                "args": changes.get("args", args),
-                "kwargs": changes.get("kwargs", kwargs),
-                "description": changes.get("description", definition.description),
                 **{key: value for key, value in merged.items() if value is not None},
-            }
+            },
+            definition,
         )
-
-    def _changed_schedule(
-        self, current: schedules.Schedule, changes: dict[str, Any]
-    ) -> schedules.Schedule:
-        timezone = changes.get("timezone")
-        if "schedule" not in changes:
-            return _in_timezone(current, timezone)
-        kept = current.timezone if isinstance(current, schedules.Crontab) else self.app.timezone
-        return schedules.parse(changes["schedule"], timezone=timezone, default_timezone=kept)
 
     def pause_timer(self, timer: str) -> None:
         """Pause a timer: it keeps its phase, and what falls due meanwhile is skipped.
@@ -563,15 +740,12 @@ class DistributedTimer:
             if state.status == "active":
                 return
             definition = self._definition_of(timer, state)
-            next_run = policy.resume(definition, state, self.store.now_ms())
-            if next_run.next_due_ms is None:
+            plan = planning.resume(definition, state, self.store.now_ms())
+            if plan.next_due_ms is None:
                 raise InvalidTimerError(
                     f"timer {shown(timer)} has no run left: {definition.schedule.describe()}"
                 )
-            code = self.store.resume(
-                state.id, state.revision, state.status, next_run.next_due_ms, next_run.skipped
-            )
-            if code == 1:
+            if self.store.resume(state, plan) == 1:
                 return
 
     def trigger_timer(self, timer: str) -> None:
@@ -643,25 +817,13 @@ class DistributedTimer:
         blob = self.store.definitions([state.id])[0]
         if state.is_finished or blob is None:
             raise InvalidTimerError(
-                f"timer {shown(timer)} has run and is over; create it again with another moment"
+                f"timer {shown(timer)} has had its last run and is over; create it again"
             )
-        definition = decode_definition(blob)
-        if definition.code_bound:
-            raise InvalidTimerError(
-                f"timer {shown(timer)} takes its arguments from its beat's code: change it there"
-            )
-        return definition
+        return decode_definition(blob)
 
 
 _REQUIRED_FIELDS = frozenset({"name", "schedule", "callback"})
-_DEFINITION_FIELDS = _REQUIRED_FIELDS | {"args", "kwargs", "timezone", "description"}
-
-
-def _in_timezone(schedule: schedules.Schedule, timezone: tzinfo | str | None) -> schedules.Schedule:
-    """Return the schedule as another zone reads it; one that no zone changes as it is."""
-    if not hasattr(schedule, "timezone") or timezone is None:
-        return schedule
-    return replace(schedule, timezone=schedules.zone_name(timezone))  # type: ignore[type-var]
+_FIELDS = _REQUIRED_FIELDS | KEYWORDS | {"args", "kwargs"}  # all others are options of the message
 
 
 def _names_a_task(task: object) -> bool:

@@ -1,7 +1,7 @@
 -- Settle what an instance has done with its due timers, each one only if it is still as it was read; then read the next.
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] sequence number of this call
--- ARGV[5] ms that a finished one-shot is kept
+-- ARGV[5] ms that a finished timer is kept, blank, entries that the history keeps
 -- ARGV[6] how the due timers are read afterwards: see read_due() (prelude.lua); "" not at all
 -- ARGV[7] the timers' database   ARGV[8] the broker's, "" when nothing is pushed
 -- ARGV[9] a key in the broker's database   ARGV[10] its value: proves that this server is the broker's
@@ -10,7 +10,10 @@
 --   id
 --   creation, revision, due time as they were read, with blanks in between
 --   what was done, and the next argument by what was done:
---     run         next due in ms ("-" it has finished), blank, runs skipped   then what is kept of a finished one's definition
+--     run         next due in ms; or, with blanks in between: that or "-" (it has finished), when it is looked at for that,
+--                 a reason or "-" when no run was skipped, how many were, from which moment on, until which; and what is
+--                 kept of a finished one's definition
+--     skip        the same, when the due run is not sent
 --     refused     ms until it is tried again
 --     lacking     ms until it is tried again   it needs code that another instance may have
 --     broken      reason
@@ -28,7 +31,9 @@
 -- Worst case: O(timers of the call * log timers), and their messages.
 
 local call = redis.call
-local id, sequence, keep, how = ARGV[2], ARGV[4], tonumber(ARGV[5]), ARGV[6]
+local id, sequence, how = ARGV[2], ARGV[4], ARGV[6]
+local keep, kept_history = string.match(ARGV[5], '^(%d+) (%d+)$')
+keep = tonumber(keep)
 local home, database, link, proof = ARGV[7], ARGV[8], ARGV[9], ARGV[10]
 local instance, own = key('instance', id), key('instance_timers', id)
 local live = holds_epoch(id, ARGV[3])
@@ -105,38 +110,62 @@ local function push(to, from)
   return problem
 end
 
-local function finish(timer, name, row, due, summary)
+local function finish(timer, name, row, due, summary, done)
   unschedule(timer, id)
   local more = fields(name, 'parent', 'source')
+  if done == 'run' then
+    local run = whole(number(row[6], 0) + 1)
+    note_sent(more[1] or timer, due, more[1] and 'trigger' or run)
+    call('HSET', name, 'last_run', due, 'runs', run)
+  end
   if more[1] or (keep == 0 and not more[2]) then
     erase(timer)
     return
   end
-  call('HSET', name, 'status', 'stopped', 'reason', 'finished', 'last_run', due, 'runs', whole(number(row[6], 0) + 1))
+  call('HSET', name, 'status', 'stopped', 'reason', 'finished')
   call('HDEL', name, 'owner', 'attempts', 'last_sent', 'due', 'at')
   call('ZADD', INACTIVE, more[2] and '+inf' or whole(NOW + keep), timer)
   call('SET', key('timer_definition', timer), summary)
 end
 
 local rescheduled = {} -- scores and members, for one ZADD each at the end: calls are what a script's time goes into
-local counts = {run = 0, refused = 0, broken = 0, unreadable = 0, missing = 0, lacking = 0, skipped = 0}
+local counts = {run = 0, skip = 0, refused = 0, broken = 0, unreadable = 0, missing = 0, lacking = 0}
+local passed = 0 -- runs that do not happen
 
-local function advance(timer, name, row, due, at, skipped)
-  if tonumber(at) <= tonumber(due) then
-    at = whole(tonumber(due) + 1)
+local function advance(timer, name, row, due, following, at, done)
+  if tonumber(following) <= tonumber(due) then
+    following = whole(tonumber(due) + 1)
+    at = whole(math.max(tonumber(at), tonumber(following)))
   end
-  local runs = whole(number(row[6], 0) + 1)
-  if skipped == '0' then
-    call('HSET', name, 'due', at, 'at', at, 'last_run', due, 'runs', runs)
+  if done == 'run' then
+    local run = whole(number(row[6], 0) + 1)
+    note_sent(timer, due, run)
+    call('HSET', name, 'due', following, 'at', at, 'last_run', due, 'runs', run)
   else
-    counts.skipped = counts.skipped + tonumber(skipped)
-    call('HSET', name, 'due', at, 'at', at, 'last_run', due, 'runs', runs,
-      'skipped', whole(number(row[9], 0) + skipped))
+    call('HSET', name, 'due', following, 'at', at)
   end
   if row[7] or row[8] then
     call('HDEL', name, 'last_sent', 'attempts')
   end
   add(rescheduled, at, timer)
+end
+
+-- Move a timer on to its next run, and count those that do not happen.
+local function move_on(timer, name, row, due, done, detail)
+  if tonumber(detail) then
+    return advance(timer, name, row, due, detail, detail, done)
+  end
+  local following, at, reason, runs, first, last, summary =
+    string.match(detail, '^(%S+) (%S+) (%S+) (%d+) (%d+) (%d+) ?(.*)$')
+  if reason ~= '-' then
+    passed = passed + tonumber(runs)
+    note_skipped(timer, reason, runs, first, last)
+  end
+  if following == '-' then
+    finish(timer, name, row, due, summary, done)
+  else
+    advance(timer, name, row, due, following, at, done)
+  end
 end
 
 local function postpone(timer, name, row, delay)
@@ -176,12 +205,9 @@ local function settle(timer, name, row, due, done, detail, to, from)
     if problem then
       return -5, problem
     end
-    local at, skipped, summary = string.match(detail, '^(%S+) (%d+) ?(.*)$')
-    if at == '-' then
-      finish(timer, name, row, due, summary)
-    else
-      advance(timer, name, row, due, at, skipped)
-    end
+  end
+  if done == 'run' or done == 'skip' then
+    move_on(timer, name, row, due, done, detail)
   elseif done == 'refused' then
     postpone(timer, name, row, detail)
   elseif done == 'lacking' then
@@ -200,8 +226,7 @@ while position <= #ARGV do
   local to, from = numbers(ARGV[position + 4]), position + 5
   position = from + #to
   local name = key('timer', timer)
-  local row = fields(name, 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent', 'attempts',
-    'skipped')
+  local row = fields(name, 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent', 'attempts')
   local no_timer = done == 'missing' or done == 'unreadable'
   local code, problem
   if not row[1] then
@@ -252,9 +277,13 @@ send_wake_ups()
 table.insert(errors, 1, table.concat(codes, ' '))
 local answer = table.concat(errors, '\n')
 call('HSET', instance, 'commit_sequence', sequence, 'commit_answer', answer)
-for name, count in pairs({sent = counts.run, skipped = counts.skipped, refused = counts.refused}) do
-  if count > 0 then
-    call('HINCRBY', instance, name, count)
+for name, by in pairs({sent = counts.run, skipped = passed, refused = counts.refused}) do
+  if by > 0 then
+    call('HINCRBY', instance, name, by)
   end
 end
+if counts.run > 0 then
+  count('sent', counts.run)
+end
+write_history(id, kept_history)
 return {answer, next_due()}

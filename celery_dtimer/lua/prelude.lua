@@ -23,6 +23,8 @@ local META = KEYS[1]
 local QUEUE = key('timer_queue')
 local INSTANCES = key('service_instances')
 local INACTIVE = key('inactive_timers')
+local HISTORY = key('history')
+local COUNTERS = key('counters')
 
 local function whole(number)
   return string.format('%.0f', number)
@@ -114,6 +116,53 @@ local function placement(found)
     end
     best.load = best.load + 1
     return best.id
+  end
+end
+
+-- What happened to runs, for the history: lines of what was sent and of what was not.
+local sent, skipped = {}, {}
+
+-- Note a run that was sent: id of the timer, its scheduled moment, its number or 'trigger'.
+local function note_sent(id, due, number)
+  sent[#sent + 1] = id .. ' ' .. due .. ' ' .. number
+end
+
+-- Count something in the service. No count holds anything up that was edited into something else.
+local function count(what, by)
+  redis.pcall('HINCRBY', COUNTERS, what, by)
+end
+
+-- Count runs in a row that do not happen, in their timer and in the service: scheduled from a moment until another.
+local function note_skipped(id, reason, runs, first, last)
+  redis.pcall('HINCRBY', key('timer', id), 'skipped_' .. reason, runs)
+  count('skipped_' .. reason, runs)
+  skipped[#skipped + 1] = table.concat({id, reason, runs, first, last}, ' ')
+end
+
+-- An id for the next entry of the history: by the server's clock, or by a test's.
+local function history_id()
+  if ARGV[1] == '' then
+    return '*'
+  end
+  local last = redis.pcall('XREVRANGE', HISTORY, '+', '-', 'COUNT', 1)[1]
+  local ms, number = string.match(last and last[1] or '0-0', '^(%d+)-(%d+)$')
+  ms = tonumber(ms)
+  return ms >= NOW and whole(ms) .. '-' .. whole(number + 1) or whole(NOW) .. '-1'
+end
+
+-- Write what was noted into the history, of `cap` entries (about); nothing when that is 0. An entry has up to so many
+-- lines. It holds nothing up either.
+local HISTORY_LINES = 20
+
+local function write_history(instance, cap)
+  if cap == '0' then
+    return
+  end
+  for what, lines in pairs({sent = sent, skipped = skipped}) do
+    for from = 1, #lines, HISTORY_LINES do
+      local text = table.concat(lines, '\n', from, math.min(from + HISTORY_LINES - 1, #lines))
+      redis.pcall('XADD', HISTORY, 'MAXLEN', '~', cap, history_id(), 'instance', instance, what, text)
+    end
   end
 end
 
@@ -394,6 +443,7 @@ local function read_due(id, how)
     if row[1] == 'active' and row[9] ~= id then
       redis.call('ZREM', own, timer)
     elseif i <= due and row[1] == 'active' and moment and moment > NOW and moment <= LAST_MS then
+      redis.call('HSET', key('timer', timer), 'at', whole(moment))
       redis.call('ZADD', QUEUE, whole(moment), timer)
       redis.call('ZADD', own, whole(moment), timer)
     else

@@ -1,22 +1,25 @@
 -- Create timers, or replace their definitions.
 -- KEYS[1] meta   KEYS[2] never
--- ARGV[1] now or ""   ARGV[2] source ("" not static)   then per timer, three values:
---   "<id> <new revision> <new status> <due> <anew> <reason>": due is in ms, "+ms" after now, "keep" as stored or
---     "-" none; anew is 1 for a new creation of what is stored, else 0
+-- ARGV[1] now or ""   ARGV[2] source ("" not static)   ARGV[3] entries that the history keeps
+-- then per timer, three values:
+--   "<id> <new revision> <new status> <due> <jitter> <anew> <reason>": due is in ms, "+ms" after now, "keep" as stored or
+--     "-" none; it is looked at so many ms of jitter later; anew is 1 for a new creation of what is stored, else 0
 --   "<revision> <status>" as they were read, "" for none
 --   definition
 -- Returns {now}, and for each timer that is not as it was read its place in the call, from 0, and its hash, empty when
 -- there is no timer: then nothing of it was written.
--- A due time is later than the timer's last run, whatever was asked for.
+-- A due time is later than the timer's last run, whatever was asked for. A run that was due and is given up for it counts as
+-- superseded.
 -- Worst case: O(instances + timers of the call * log timers).
 
-local STRIDE, HEAD = 3, '^(%S+) (%S+) (%S+) (%S+) ([01]) (.*)$'
+local FIRST, STRIDE = 4, 3 -- the first timer's values, and how many each has
+local HEAD = '^(%S+) (%S+) (%S+) (%S+) (%d+) ([01]) (.*)$'
 local NONE = {}
 local now, source = whole(NOW), ARGV[2]
 local choose = placement(candidates())
 local timers, queued, owned, definitions = {}, {}, {}, {}
 
-for i = 3, #ARGV, STRIDE do
+for i = FIRST, #ARGV, STRIDE do
   timers[#timers + 1] = key('timer', string.match(ARGV[i], '^%S+'))
 end
 local all_new = redis.call('EXISTS', unpack(timers)) == 0  -- as in most calls: then none is read by itself
@@ -34,7 +37,7 @@ local function read(timer)
 end
 
 -- The scheduled moment of the next run, and when the timer is looked at for it.
-local function moments(row, status, due)
+local function moments(row, status, due, jitter, anew)
   if due == '-' then
     return nil
   elseif due == 'keep' then
@@ -42,11 +45,18 @@ local function moments(row, status, due)
     return kept, kept and whole(number(row.at, number(kept, NOW)))
   end
   local moment = tonumber(due) + (string.sub(due, 1, 1) == '+' and NOW or 0)
-  if row.revision then
+  if row.revision and anew == '0' then
     moment = math.max(moment, number(row.last_run, -1) + 1, number(row.last_sent, -1) + 1)
   end
-  local text = whole(moment)
-  return text, text
+  return whole(moment), whole(moment + jitter)
+end
+
+-- Count a run that has come and is given up, because its timer now goes by another schedule.
+local function supersede(id, row)
+  local due = tonumber(row.due)
+  if due and due <= NOW and row.status == 'active' and row.last_sent ~= row.due then
+    note_skipped(id, 'superseded', 1, whole(due), whole(due))
+  end
 end
 
 -- Put a timer among the static ones of the call's source, and out of those of another.
@@ -63,18 +73,18 @@ local function declare(timer, id, row)
   end
 end
 
-local function write(timer, row, id, revision, status, due, anew, reason)
+local function write(timer, row, id, revision, status, due, jitter, anew, reason)
   local created = now
   if row.revision and anew == '0' then
     created = whole(number(row.created, NOW))
-  elseif row.revision then
-    redis.call('HDEL', timer, 'last_run', 'last_sent', 'runs', 'skipped')
-    row.last_run, row.last_sent = false, false
   elseif not all_new then
     redis.call('DEL', timer)
   end
+  if due ~= 'keep' then
+    supersede(id, row)
+  end
   local at
-  due, at = moments(row, status, due)
+  due, at = moments(row, status, due, tonumber(jitter), anew)
   if status == 'active' then
     local owner = still_there(row.owner) or choose()
     redis.call('HSET', timer, 'status', status, 'revision', revision, 'created', created, 'due', due, 'at', at,
@@ -99,12 +109,12 @@ end
 
 local answer = {NOW}
 for place, timer in ipairs(timers) do
-  local i = STRIDE * place
+  local i = FIRST + STRIDE * (place - 1)
   local row = read(timer)
   if (row.revision and row.revision .. ' ' .. (row.status or '') or '') == ARGV[i + 1] then
-    local id, revision, status, due, anew, reason = string.match(ARGV[i], HEAD)
+    local id, revision, status, due, jitter, anew, reason = string.match(ARGV[i], HEAD)
     add(definitions, key('timer_definition', id), ARGV[i + 2])
-    write(timer, row, id, revision, status, due, anew, reason)
+    write(timer, row, id, revision, status, due, jitter, anew, reason)
   else
     local found = row.revision and redis.pcall('HGETALL', timer) or NONE
     add(answer, place - 1, found)
@@ -117,5 +127,6 @@ if #queued > 0 then
   redis.call('ZADD', QUEUE, unpack(queued))
 end
 hand_out(owned)
+write_history('', ARGV[3])
 send_wake_ups()
 return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,10 @@ import redis
 from celery import Celery
 
 from celery_dtimer import DistributedTimer, consistency
-from celery_dtimer.model import Definition, TimerState, new_trigger_id
+from celery_dtimer.dispatcher import Dispatcher, Pass
+from celery_dtimer.model import Definition, Lease, Run, TimerState, new_trigger_id
+from celery_dtimer.planning import Plan, Skip
+from celery_dtimer.publisher import BrokerDownError, Outcome
 from celery_dtimer.schedules import Interval, OneShot, Schedule
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import DueTimer, Reading, Settlement, Store
@@ -156,6 +159,22 @@ class Service:
         """Edit a timer's hash by hand."""
         self.redis.hset(self.keys("timer", id), name, value)
 
+    def resume(
+        self,
+        timer: Definition,
+        due_ms: int,
+        skipped: int = 0,
+        *,
+        at_ms: int | None = None,
+        revision: str | None = None,
+        status: Any = "paused",
+    ) -> int:
+        """Resume a timer that was read in a state; return the script's code."""
+        read = timer.revision if revision is None else revision
+        skip = Skip("paused", skipped, due_ms - skipped, due_ms - 1) if skipped else None
+        state = TimerState(timer.id, status, read, START_MS)
+        return self.store.resume(state, Plan(due_ms, skip, at_ms=at_ms))
+
     # -- firing
 
     def due(self, instance: str, epoch: int, limit: int = 100) -> list[DueTimer]:
@@ -202,3 +221,95 @@ def make_service(redis_server: RedisServer, prefix: str) -> Iterator[MakeService
 def service(make_service: MakeService) -> Service:
     """A service with the default settings: heartbeat 5 s, timeout 30 s."""
     return make_service()
+
+
+class Broker:
+    """Takes runs, unless the test has said otherwise of a timer or of all."""
+
+    def __init__(self) -> None:
+        self.sent: list[Run] = []
+        self.expected: list[Run] = []
+        self.answers: dict[str, Outcome] = {}
+        self.on_send: Callable[[Run], None] = lambda run: None
+
+    def __call__(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
+        """Send what may be sent."""
+        outcomes: list[Outcome] = []
+        for run in runs:
+            if not may_send():
+                break
+            outcome = self.answers.get(run.definition.name, self.answers.get("*"))
+            outcomes.append(outcome)
+            if outcome is None:
+                self.sent.append(run)
+                self.on_send(run)
+            elif isinstance(outcome, BrokerDownError):
+                break
+        return outcomes
+
+    def urgency(self, definition: Definition) -> int:
+        """Say that a larger priority goes first, as RabbitMQ does."""
+        return -int(definition.options.get("priority", 0))
+
+    def expect(self, runs: Sequence[Run]) -> None:
+        """Remember what is expected."""
+        self.expected += runs
+
+    def slots(self, name: str = "timer") -> list[float]:
+        """Return when the runs of a timer were scheduled, in seconds after the start."""
+        return [
+            (run.scheduled_ms - START_MS) / 1000 for run in self.sent if run.definition.name == name
+        ]
+
+
+class Beat:
+    """A dispatcher of one instance, whose lease is always of its last registration."""
+
+    def __init__(
+        self,
+        service: Service,
+        broker: Broker,
+        instance: str = "a",
+        seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.service, self.broker = service, broker
+        self.store = service.another_store()
+        self.bound: dict[str, Definition] = {}
+        self.may_send = True
+        self.progress = 0
+        self.instance = instance
+        self.dispatcher = Dispatcher(
+            self.store,
+            broker,
+            bound=self.bound,
+            may_send=lambda _: self.may_send,
+            on_progress=self._count_progress,
+            clock=seconds,
+        )
+        self.register()
+
+    def _count_progress(self) -> None:
+        self.progress += 1
+
+    def register(self) -> None:
+        """Get a newer epoch."""
+        epoch = self.service.join(self.instance)
+        self.lease = Lease(self.instance, epoch, 1e9, heartbeat_ms=self.service.clock.now_ms)
+
+    def step(self) -> Pass:
+        """Dispatch once."""
+        return self.dispatcher.step(self.lease)
+
+
+@pytest.fixture
+def broker() -> Broker:
+    """A broker that takes everything."""
+    return Broker()
+
+
+@pytest.fixture
+def beat(service: Service, broker: Broker) -> Any:
+    """An instance that is registered."""
+    beat = Beat(service, broker)
+    yield beat
+    beat.store.close()

@@ -5,116 +5,27 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
 
-from celery_dtimer import consistency, policy, schedules
-from celery_dtimer.dispatcher import Dispatcher, Pass
+from celery_dtimer import consistency, planning, schedules
+from celery_dtimer.dispatcher import Pass
 from celery_dtimer.errors import FencedError, StoreError, StoreUnavailableError
 from celery_dtimer.model import Definition, Lease, Run
 from celery_dtimer.publisher import (
     BrokerDownError,
-    Outcome,
     RefusedError,
     UnsendableError,
 )
 from celery_dtimer.store import Store
 from tests.conftest import FreshRedis
-from tests.integration.conftest import START_MS, MakeService, Service
+from tests.integration.conftest import START_MS, Beat, Broker, MakeService, Service
 
 DOWN = BrokerDownError("down")
 REFUSED = RefusedError("full")
 UNSENDABLE = UnsendableError("its message can not be built")
-
-
-class Broker:
-    """Takes runs, unless the test has said otherwise of a timer or of all."""
-
-    def __init__(self) -> None:
-        self.sent: list[Run] = []
-        self.expected: list[Run] = []
-        self.answers: dict[str, Outcome] = {}
-        self.on_send: Callable[[Run], None] = lambda run: None
-
-    def __call__(self, runs: Sequence[Run], may_send: Callable[[], bool]) -> list[Outcome]:
-        """Send what may be sent."""
-        outcomes: list[Outcome] = []
-        for run in runs:
-            if not may_send():
-                break
-            outcome = self.answers.get(run.definition.name, self.answers.get("*"))
-            outcomes.append(outcome)
-            if outcome is None:
-                self.sent.append(run)
-                self.on_send(run)
-            elif isinstance(outcome, BrokerDownError):
-                break
-        return outcomes
-
-    def expect(self, runs: Sequence[Run]) -> None:
-        """Remember what is expected."""
-        self.expected += runs
-
-    def slots(self, name: str = "timer") -> list[float]:
-        """Return when the runs of a timer were scheduled, in seconds after the start."""
-        return [
-            (run.scheduled_ms - START_MS) / 1000 for run in self.sent if run.definition.name == name
-        ]
-
-
-class Beat:
-    """A dispatcher of one instance, whose lease is always of its last registration."""
-
-    def __init__(
-        self,
-        service: Service,
-        broker: Broker,
-        instance: str = "a",
-        seconds: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self.service, self.broker = service, broker
-        self.store = service.another_store()
-        self.bound: dict[str, Definition] = {}
-        self.may_send = True
-        self.progress = 0
-        self.instance = instance
-        self.dispatcher = Dispatcher(
-            self.store,
-            broker,
-            bound=self.bound,
-            may_send=lambda _: self.may_send,
-            on_progress=self._count_progress,
-            clock=seconds,
-        )
-        self.register()
-
-    def _count_progress(self) -> None:
-        self.progress += 1
-
-    def register(self) -> None:
-        """Get a newer epoch."""
-        epoch = self.service.join(self.instance)
-        self.lease = Lease(self.instance, epoch, 1e9, heartbeat_ms=self.service.clock.now_ms)
-
-    def step(self) -> Pass:
-        """Dispatch once."""
-        return self.dispatcher.step(self.lease)
-
-
-@pytest.fixture
-def broker() -> Broker:
-    """A broker that takes everything."""
-    return Broker()
-
-
-@pytest.fixture
-def beat(service: Service, broker: Broker) -> Any:
-    """An instance that is registered."""
-    beat = Beat(service, broker)
-    yield beat
-    beat.store.close()
 
 
 # ------------------------------------------------------------------ the usual
@@ -462,12 +373,9 @@ def _move(service: Service) -> None:
 
 def _resume(service: Service, timer: Definition) -> None:
     state = service.state(timer.id)
-    plan = policy.resume(timer, state, service.clock.now_ms)
+    plan = planning.resume(timer, state, service.clock.now_ms)
     assert plan.next_due_ms is not None
-    assert (
-        service.store.resume(timer.id, state.revision, state.status, plan.next_due_ms, plan.skipped)
-        == 1
-    )
+    assert service.store.resume(state, plan) == 1
 
 
 @pytest.mark.parametrize("change", ["edited", "moved", "paused and resumed"])

@@ -15,6 +15,7 @@ import redis
 
 from celery_dtimer.errors import FencedError
 from celery_dtimer.model import UNASSIGNED, new_trigger_id
+from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.store import (
     DueTimer,
     Heartbeat,
@@ -321,7 +322,7 @@ def test_no_timer_moves_to_one_whose_broker_is_down(service: Service, how: str) 
     _say(service, a="up", b="down", c="")
     if how == "resume":
         service.store.pause(timers[0].id)
-        service.store.resume(timers[0].id, timers[0].revision, "paused", START_MS, 0)
+        service.resume(timers[0], START_MS)
         expected = {"a": 3, "b": 0, "c": 1}
     elif how == "trigger":
         service.trigger(timers[0])
@@ -865,20 +866,43 @@ def test_steal_of_another_epoch_is_fenced(service: Service) -> None:
         service.store.steal("a", OVER, LAG_MS)
 
 
+# ------------------------------------------------------------------ rezoned
+
+
+def test_rezoned_notes_the_zone_of_a_source(service: Service) -> None:
+    epoch = service.join()
+    assert service.store.timezone_of("a.b") is None
+    service.store.note_timezone("a", epoch, "a.b", "Asia/Tokyo")
+    service.store.note_timezone("a", epoch, "other", "UTC")
+    assert service.store.timezone_of("a.b") == "Asia/Tokyo"
+
+
+def test_rezoned_of_another_epoch_is_fenced(service: Service) -> None:
+    service.join()
+    with pytest.raises(FencedError):
+        service.store.note_timezone("a", OVER, "orders", "Asia/Tokyo")
+    assert service.store.timezone_of("orders") is None
+
+
 # ------------------------------------------------------------------ upsert
 
 
 Row = tuple[str, str, str, str, str, object, str, str]
 
 
-def _upsert_all(service: Service, *rows: Row, source: str = "", anew: int = 0) -> list[Any]:
+HISTORY = 100  # entries that are kept
+
+
+def _upsert_all(
+    service: Service, *rows: Row, source: str = "", jitter: int = 0, anew: int = 0
+) -> list[Any]:
     """Write timers as they are to be after how they were read; return what the script answers."""
     arguments = []
     for id, read_revision, read_status, revision, status, due, reason, blob in rows:
-        arguments.append(f"{id} {revision} {status} {due} {anew} {reason}")
+        arguments.append(f"{id} {revision} {status} {due} {jitter} {anew} {reason}")
         arguments.append(f"{read_revision} {read_status}" if read_revision else "")
         arguments.append(blob)
-    return list(service.store._call("upsert", source, *arguments))
+    return list(service.store._call("upsert", source, HISTORY, *arguments))
 
 
 def _upsert(service: Service, *row: Any) -> list[Any]:
@@ -1019,6 +1043,27 @@ def test_upsert_of_a_new_creation_forgets_the_runs_before(service: Service) -> N
     assert state.revision == again.revision
 
 
+def test_upsert_looks_at_a_run_after_its_jitter(service: Service) -> None:
+    service.join()
+    timer = service.define()
+    row = (timer.id, "", "", timer.revision, "active", "+1500", "", timer.blob)
+    assert _upsert_all(service, row, jitter=70) == WRITTEN
+    state = service.state(timer.id)
+    assert (state.due_ms, state.at_ms) == (START_MS + 1500, START_MS + 1570)
+    assert service.store.scores("timer_queue") == {timer.id: START_MS + 1570}
+
+
+def test_upsert_counts_the_due_run_that_it_gives_up(service: Service) -> None:
+    service.join()
+    timer = service.add()
+    service.clock.advance(10)
+    row = ("new", "active", START_MS + 99_000, "", "{}")
+    _upsert(service, timer.id, timer.revision, "active", *row)
+    assert service.state(timer.id).skips == {"superseded": 1}
+    (entry,) = service.store.history(0)
+    assert entry["skipped"] == f"{timer.id} superseded 1 {START_MS + 10_000} {START_MS + 10_000}"
+
+
 def test_upsert_keeps_the_owner_that_is_still_there(service: Service) -> None:
     service.join("a")
     timer = service.add()
@@ -1058,7 +1103,7 @@ def test_upsert_over_a_key_of_another_type_replaces_it(service: Service) -> None
 
 
 @pytest.mark.parametrize(
-    "field", ["created", "due", "at", "last_run", "last_sent", "runs", "skipped", "attempts"]
+    "field", ["created", "due", "at", "last_run", "last_sent", "runs", "attempts"]
 )
 @pytest.mark.parametrize("source", ["", "app"])
 def test_upsert_over_a_field_edited_by_hand_stops_no_other_timer(
@@ -1186,11 +1231,22 @@ def test_resume_makes_active_places_and_counts_what_passed(service: Service) -> 
     timer = service.add()
     service.store.pause(timer.id)
     due_ms = START_MS + 50_000
-    assert service.store.resume(timer.id, timer.revision, "paused", due_ms, 4) == 1
+    assert service.resume(timer, due_ms, 4) == 1
     state = service.state(timer.id)
     assert (state.status, state.owner, state.skipped) == ("active", "a", 4)
     assert state.due_ms == state.at_ms == due_ms
     assert service.store.scores("inactive_timers") == {}
+
+
+def test_resume_notes_what_passed_and_looks_after_the_jitter(service: Service) -> None:
+    service.join()
+    timer = service.add()
+    service.store.pause(timer.id)
+    assert service.resume(timer, START_MS + 50_000, 4, at_ms=START_MS + 50_900) == 1
+    state = service.state(timer.id)
+    assert (state.at_ms, state.skips) == (START_MS + 50_900, {"paused": 4})
+    (entry,) = service.store.history(0)
+    assert entry["skipped"] == f"{timer.id} paused 4 {START_MS + 49_996} {START_MS + 49_999}"
 
 
 @pytest.mark.parametrize(("revision", "status"), [("other", "paused"), ("right", "stopped")])
@@ -1200,24 +1256,24 @@ def test_resume_of_a_timer_that_is_not_as_it_was_read_is_refused(
     timer = service.add()
     service.store.pause(timer.id)
     read = timer.revision if revision == "right" else revision
-    assert service.store.resume(timer.id, read, status, START_MS, 0) == -4
+    assert service.resume(timer, START_MS, revision=read, status=status) == -4
     assert service.state(timer.id).status == "paused"
 
 
 def test_resume_of_an_active_timer_is_refused(service: Service) -> None:
     timer = service.add()
-    assert service.store.resume(timer.id, timer.revision, "active", START_MS, 0) == -4
+    assert service.resume(timer, START_MS, status="active") == -4
 
 
 def test_resume_of_no_timer_answers_so(service: Service) -> None:
-    assert service.store.resume("no such timer", "", "paused", START_MS, 0) == 0
+    assert service.resume(service.define("no such timer"), START_MS) == 0
 
 
 def test_resume_is_later_than_the_last_run(service: Service) -> None:
     timer = service.add()
     service.store.pause(timer.id)
     service.set_field(timer.id, "last_run", str(START_MS + 50_000))
-    service.store.resume(timer.id, timer.revision, "paused", START_MS, 0)
+    service.resume(timer, START_MS)
     assert service.state(timer.id).due_ms == START_MS + 50_001
 
 
@@ -1226,16 +1282,16 @@ def test_resume_may_go_on_with_the_run_that_is_out(service: Service) -> None:
     timer = service.add()
     service.store.pause(timer.id)
     service.set_field(timer.id, "last_sent", str(START_MS + 10_000))
-    service.store.resume(timer.id, timer.revision, "paused", START_MS + 10_000, 0)
+    service.resume(timer, START_MS + 10_000)
     assert service.state(timer.id).due_ms == START_MS + 10_000
 
 
-@pytest.mark.parametrize("field", ["last_run", "last_sent", "skipped"])
+@pytest.mark.parametrize("field", ["last_run", "last_sent", "skipped_paused"])
 def test_resume_over_a_field_edited_by_hand_resumes(service: Service, field: str) -> None:
     timer = service.add()
     service.store.pause(timer.id)
     service.set_field(timer.id, field, "nonsense")
-    assert service.store.resume(timer.id, timer.revision, "paused", START_MS + 99, 3) == 1
+    assert service.resume(timer, START_MS + 99, 3) == 1
     assert service.state(timer.id).due_ms == START_MS + 99
 
 
@@ -1493,13 +1549,65 @@ def due(service: Service, epoch: int) -> DueTimer:
 
 
 def test_commit_of_a_run_advances_the_timer(service: Service, epoch: int, due: DueTimer) -> None:
-    run = Settlement(due, "run", next_due_ms=START_MS + 40_000, skipped=2)
+    skip = Skip("coalesced", 2, START_MS + 20_000, START_MS + 39_999)
+    run = Settlement(due, "run", next_due_ms=START_MS + 40_000, skip=skip)
     assert service.commit("a", epoch, run) == [1]
     state = service.state(due.id)
     assert state.due_ms == state.at_ms == START_MS + 40_000
     assert (state.last_run_ms, state.runs, state.skipped) == (START_MS + 10_000, 1, 2)
     (instance,) = service.store.instances()
     assert (instance.sent, instance.skipped, instance.refused) == (1, 2, 0)
+
+
+def test_commit_of_a_run_that_is_not_sent_moves_on_without_it(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    skip = Skip("misfire", 3, due.due_ms, due.due_ms + 20_000)
+    next_ms = START_MS + 40_000
+    settlement = Settlement(due, "skip", next_ms, skip, at_ms=next_ms + 7)
+    assert service.commit("a", epoch, settlement) == [1]
+    state = service.state(due.id)
+    assert (state.due_ms, state.at_ms) == (next_ms, next_ms + 7)
+    assert (state.last_run_ms, state.runs, state.skips) == (None, 0, {"misfire": 3})
+    (instance,) = service.store.instances()
+    assert (instance.sent, instance.skipped) == (0, 3)
+    (entry,) = service.store.history(0)
+    line = f"{due.id} misfire 3 {skip.first_ms} {skip.until_ms}"
+    assert (entry["instance"], entry["skipped"]) == ("a", line)
+
+
+def test_commit_of_nothing_but_a_move_counts_nothing(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    assert service.commit("a", epoch, Settlement(due, "skip", START_MS + 30_000)) == [1]
+    state = service.state(due.id)
+    assert (state.due_ms, state.runs, state.skips) == (START_MS + 30_000, 0, {})
+    assert list(service.store.history(0)) == []
+
+
+def test_commit_of_a_run_that_is_not_sent_and_was_the_last_finishes_the_timer(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    skip = Skip("ended", 1, due.due_ms, due.due_ms)
+    settlement = Settlement(due, "skip", None, skip, summary='{"name":"timer"}')
+    assert service.commit("a", epoch, settlement) == [1]
+    state = service.state(due.id)
+    assert (state.is_finished, state.runs, state.skips) == (True, 0, {"ended": 1})
+    assert service.store.definitions([due.id]) == ['{"name":"timer"}']
+
+
+def test_commit_of_a_skip_never_goes_back(service: Service, epoch: int, due: DueTimer) -> None:
+    assert service.commit("a", epoch, Settlement(due, "skip", due.due_ms - 5)) == [1]
+    state = service.state(due.id)
+    assert state.due_ms == state.at_ms == due.due_ms + 1
+
+
+def test_commit_of_a_skip_is_compared_and_remembers_no_sending(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    service.store.pause(due.id)
+    assert service.commit("a", epoch, Settlement(due, "skip", START_MS + 40_000)) == [-4]
+    assert service.state(due.id).last_sent_ms is None
 
 
 def test_commit_never_goes_back(service: Service, epoch: int, due: DueTimer) -> None:
@@ -1691,7 +1799,7 @@ def test_commit_that_was_refused_doubles_nothing(
     assert service.commit("a", service.epoch("a"), service.ran(due)) != [1]
     state = service.state(due.id)
     if change == "paused":
-        service.store.resume(due.id, state.revision, "paused", due.due_ms, 0)
+        service.store.resume(state, Plan(due.due_ms))
         state = service.state(due.id)
     owner_epoch = service.epoch(state.owner)
     assert service.due_one(state.owner, owner_epoch).is_sent
@@ -1724,7 +1832,9 @@ def test_commit_of_nothing_answers_nothing(service: Service, epoch: int) -> None
     assert service.commit("a", epoch) == []
 
 
-@pytest.mark.parametrize("field", ["runs", "skipped", "attempts", "last_sent", "last_run", "at"])
+@pytest.mark.parametrize(
+    "field", ["runs", "skipped_coalesced", "attempts", "last_sent", "last_run", "at"]
+)
 @pytest.mark.parametrize("done", ["run", "refused", "lacking", "broken"])
 def test_commit_over_a_field_edited_by_hand_settles_all(
     service: Service, epoch: int, field: str, done: str
@@ -1733,12 +1843,14 @@ def test_commit_over_a_field_edited_by_hand_settles_all(
     service.clock.advance(10)
     edited, other = service.due("a", epoch)
     service.set_field(edited.id, field, "nonsense")
-    settlement = Settlement(edited, done, due_ms := edited.due_ms + 20_000, 3, delay_ms=900)
+    skip = Skip("coalesced", 3, edited.due_ms + 1, edited.due_ms + 9)
+    settlement = Settlement(edited, done, due_ms := edited.due_ms + 20_000, skip, delay_ms=900)
     assert service.commit("a", epoch, settlement, service.ran(other)) == [1, 1]
     assert service.state(other.id).runs == 1
     if done == "run":
         state = service.state(edited.id)
-        assert (state.runs, state.skipped, state.due_ms) == (1, 3, due_ms)
+        counted = 0 if field == "skipped_coalesced" else 3
+        assert (state.runs, state.skips.get("coalesced"), state.due_ms) == (1, counted, due_ms)
 
 
 def test_commit_of_a_fenced_run_over_a_field_edited_by_hand_is_fenced(
@@ -2113,7 +2225,7 @@ def resuming(service: Service) -> Act:
     timer = service.add()
     service.store.pause(timer.id)
     service.join("b")
-    return lambda: service.store.resume(timer.id, timer.revision, "paused", START_MS, 0)
+    return lambda: service.resume(timer, START_MS)
 
 
 def reaping(service: Service) -> Act:

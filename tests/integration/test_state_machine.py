@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -21,9 +21,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from celery_dtimer import consistency, policy
+from celery_dtimer import consistency, planning
 from celery_dtimer.errors import FencedError
 from celery_dtimer.model import Definition, TimerState, new_trigger_id, schedule_part
+from celery_dtimer.policy import PLAIN, Policy
 from celery_dtimer.store import (
     BATCH,
     PUSH_REFUSED,
@@ -49,6 +50,14 @@ CHANGES = st.sampled_from(
     ["pause", "stop", "pause and resume", "edit", "reschedule", "delete", "create anew"]
 )
 FAULTS = st.sampled_from(["registration", "death", "false death"])
+POLICIES = st.sampled_from(
+    [
+        *(PLAIN, PLAIN, PLAIN),
+        *(Policy(coalesce=False), Policy(coalesce=False, max_catch_up=1)),
+        *(Policy(grace_ms=1500), Policy(grace_ms=3000, coalesce=False)),
+        *(Policy(jitter_ms=90), Policy(max_runs=2)),
+    ]
+)
 
 RunKey = tuple[str, str, str]  # timer or trigger, its creation, scheduled_at
 
@@ -301,12 +310,16 @@ class Histories(RuleBasedStateMachine):
         batch, process.read = process.read[:count], process.read[count:]
         for timer in batch:
             assert timer.is_readable
+            skipping = self._skipping(process, timer)
+            if skipping is not None:
+                process.unsettled.append(skipping)
+                continue
             if outcome == "sent" and not timer.is_sent:
                 self._send(process, timer)
             if outcome == "sent" or timer.is_sent:
                 process.unsettled.append(self._ran(process, timer))
             elif outcome == "refused":
-                delay_ms = round(policy.retry_delay(timer.refusals) * SECOND)
+                delay_ms = round(planning.retry_delay(timer.refusals) * SECOND)
                 process.unsettled.append(Settlement(timer, "refused", delay_ms=delay_ms))
             else:
                 process.unsettled.append(Settlement(timer, "broken", reason="a reason"))
@@ -323,12 +336,28 @@ class Histories(RuleBasedStateMachine):
         self.slots[timer.id, timer.created].add(timer.due_ms)
         process.sent.append(key)
 
+    def _plan(self, process: Process, timer: DueTimer) -> planning.Plan:
+        return planning.plan(
+            self.definitions[timer.revision],
+            timer.due_ms,
+            process.read_at_ms,
+            number=timer.run_number,
+            is_sent=timer.is_sent,
+        )
+
+    def _skipping(self, process: Process, timer: DueTimer) -> Settlement | None:
+        """Return what is done with a run that is not to be sent, None when it is."""
+        plan = None if timer.parent else self._plan(process, timer)
+        return None if plan is None or plan.sends else self._settlement(timer, "skip", plan)
+
     def _ran(self, process: Process, timer: DueTimer) -> Settlement:
         if timer.parent:
             return Settlement(timer, "run")
-        definition = self.definitions[timer.revision]
-        plan = policy.plan(definition, timer.due_ms, process.read_at_ms)
-        return Settlement(timer, "run", plan.next_due_ms, plan.skipped, definition.summary)
+        return self._settlement(timer, "run", self._plan(process, timer))
+
+    def _settlement(self, timer: DueTimer, done: str, plan: planning.Plan) -> Settlement:
+        summary = self.definitions[timer.revision].summary
+        return Settlement(timer, done, plan.next_due_ms, plan.skip, summary, at_ms=plan.at_ms)
 
     @precondition(lambda self: self.processes)
     @rule(i=st.integers(0, 3), reply_is_lost=st.booleans())
@@ -428,9 +457,12 @@ class Histories(RuleBasedStateMachine):
         name=NAMES,
         every=st.sampled_from([0.1, 1, 7]),
         args=st.sampled_from([(), (1,)]),
+        policy=POLICIES,
     )
-    def save_interval(self, name: str, every: float, args: tuple[int, ...]) -> None:
-        self._save(self.service.define(name, every=every, args=args))
+    def save_interval(
+        self, name: str, every: float, args: tuple[int, ...], policy: Policy = PLAIN
+    ) -> None:
+        self._save(self.service.define(name, every=every, args=args, policy=policy))
 
     @rule(name=NAMES, seconds=st.sampled_from([-1, 0, 5, 40]), new=st.booleans())
     def save_one_shot(self, name: str, seconds: int, new: bool) -> None:
@@ -456,6 +488,7 @@ class Histories(RuleBasedStateMachine):
             account is None
             or before is None
             or before.status == "broken"  # it starts anew, as with a new schedule
+            or before.is_finished
             or account.created_ms != state.created_ms
             or schedule_part(account.revision) != schedule_part(state.revision)
         ):
@@ -505,9 +538,9 @@ class Histories(RuleBasedStateMachine):
         state = self.store.states([id])[1][0]
         if state is None or state.status == "active" or state.is_finished:
             return
-        plan = policy.resume(self.definitions[state.revision], state, self.clock())
+        plan = planning.resume(self.definitions[state.revision], state, self.clock())
         assert plan.next_due_ms is not None
-        code = self.store.resume(id, state.revision, state.status, plan.next_due_ms, plan.skipped)
+        code = self.store.resume(state, plan)
         assert code == 1
 
     @rule(name=NAMES)
@@ -541,6 +574,17 @@ class Histories(RuleBasedStateMachine):
                 every_ms = definition.schedule.encode()["every"]
                 slots = (state.due_ms - account.first_due_ms) // every_ms
                 assert slots == state.runs + state.skipped - account.counted
+
+    @invariant()
+    def the_history_tells_all_that_is_counted(self) -> None:
+        told: Counter[str] = Counter()
+        for entry in self.store.history(0):
+            told["sent"] += len(entry.get("sent", "").splitlines())
+            for line in entry.get("skipped", "").splitlines():
+                _, reason, count, first, until = line.split()
+                assert int(first) <= int(until)
+                told[f"skipped_{reason}"] += int(count)
+        assert +told == Counter(self.store.counters())
 
     @invariant()
     def due_times_only_grow(self) -> None:

@@ -277,8 +277,8 @@ def test_a_definition_larger_than_a_batch_is_refused() -> None:
 
 GOOD_OPTIONS: list[dict[str, Any]] = [
     {"queue": "q", "priority": 0, "headers": {"a": 1}, "serializer": "json"},
-    *({"expires": value} for value in (1, 0.5, 0, -1, None, datetime.now(timezone.utc))),
-    {"link": {"task": "t"}, "time_limit": 3, "soft_time_limit": 2.5, "countdown": 1},
+    *({"expires": value} for value in (1, 0.5, None, datetime.now(timezone.utc))),
+    {"time_limit": 3, "soft_time_limit": 2.5, "countdown": 1},
     {"MessageGroupId": "g"},  # of a broker's transport
     {"user_id": "u", "correlation_id": "c"},  # of the message
 ]
@@ -294,14 +294,14 @@ def test_expires_as_a_timedelta_counts_from_the_sending() -> None:
 
 
 BAD_OPTIONS: list[tuple[str, Any]] = [
-    *(("expires", value) for value in ("60", True, [])),
+    *(("expires", value) for value in ("60", True, [], 0, -1)),
     *(("serializer", value) for value in ("jsn", 1, [])),
     *(("priority", value) for value in ("3", 1.5, True)),
     *(("headers", value) for value in ("a", [1])),
     *(("queue", value) for value in (5, ["q"], True)),
     *(("exchange", value) for value in (5, b"e")),
     *(("routing_key", value) for value in (5, b"e")),
-    *(("time_limit", value) for value in ("5", True, timedelta(1))),
+    *(("time_limit", value) for value in ("5", True)),
     *(("soft_time_limit", value) for value in ("5", True)),
     *(("countdown", value) for value in ("5", True)),
     *((name, "x") for name in ("task_id", "producer", "connection", "options")),
@@ -327,7 +327,9 @@ def test_a_finished_one_shot_is_stopped_because_it_has_run() -> None:
 
 
 def test_a_timer_shows_its_state_and_definition() -> None:
-    state = a_state(due_ms=NOW_MS + 10_000, last_run_ms=NOW_MS, runs=3, skipped=1, owner="i")
+    state = a_state(
+        due_ms=NOW_MS + 10_000, last_run_ms=NOW_MS, runs=3, skips={"paused": 1}, owner="i"
+    )
     definition = define(args=[1], kwargs={"a": 2}, options={"queue": "q"}, description="d")
     timer = Timer.from_stored(state, definition.blob)
     assert (timer.name, timer.task, timer.description) == ("n", "t", "d")

@@ -11,6 +11,7 @@ from celery import Celery
 from celery.exceptions import ImproperlyConfigured
 
 from celery_dtimer.errors import DistributedTimerError, SettingsError
+from celery_dtimer.policy import Defaults
 from celery_dtimer.settings import Settings, defaults
 
 URL = "redis://127.0.0.1:6379/0"
@@ -58,11 +59,32 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_lag_limit": 3,
         "dtimer_dispatch": "atomic",
         "dtimer_keep_finished": 0,
+        "dtimer_history": 5,
     }
-    assert values.keys() == defaults().keys()
+    policies = {"dtimer_coalesce", "dtimer_misfire_grace_time", "dtimer_max_catch_up"}
+    assert values.keys() == defaults().keys() - policies
     settings = settings_of(**values)
     for name, value in values.items():
         assert getattr(settings, name.removeprefix("dtimer_")) == value
+
+
+def test_what_timers_leave_open_is_read_from_the_app() -> None:
+    assert settings_of().defaults == Defaults(True, None, None, 100)
+    settings = settings_of(
+        dtimer_coalesce=False,
+        dtimer_misfire_grace_time=timedelta(minutes=1),
+        dtimer_max_catch_up=7,
+        beat_cron_starting_deadline=3600,
+    )
+    assert settings.defaults == Defaults(False, 60_000, 3_600_000, 7)
+
+
+@pytest.mark.parametrize(("deadline", "grace_ms"), [(0, 1000), (1, 1000), (300, 300_000)])
+def test_celerys_deadline_leaves_a_second_to_what_is_sent_in_time(
+    deadline: int, grace_ms: int
+) -> None:
+    settings = settings_of(beat_cron_starting_deadline=deadline)
+    assert settings.defaults.cron_grace_ms == grace_ms
 
 
 def test_durations_may_be_timedeltas() -> None:
@@ -117,6 +139,10 @@ def test_an_app_without_a_main_name_must_name_its_service(name: str | None) -> N
 
 NOT_SECONDS: list[Any] = [0, -1, "5", None, True, math.nan, math.inf, timedelta(0), timedelta(-1)]
 BAD: list[tuple[str, Any]] = [
+    *(("dtimer_coalesce", value) for value in (None, 1, "yes")),
+    *(("dtimer_misfire_grace_time", value) for value in (0, 0.5, -1, "60", True, 1e12)),
+    *(("dtimer_max_catch_up", value) for value in (-1, 1.5, True, None, 10_001)),
+    *(("dtimer_history", value) for value in (-1, 1.5, True, None)),
     *(("dtimer_heartbeat_interval", value) for value in NOT_SECONDS),
     *(("dtimer_check_interval", value) for value in NOT_SECONDS),
     *(("dtimer_failure_check_interval", value) for value in NOT_SECONDS),

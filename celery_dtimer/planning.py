@@ -1,0 +1,431 @@
+"""Pure decisions about timers: when one is armed, and what is to be done with one that is due.
+
+Nothing here knows Redis or Celery; ``now_ms`` is always the server's time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from celery_dtimer.model import Definition, Status, TimerState, schedule_part, window_part
+from celery_dtimer.policy import PLAIN, Defaults
+from celery_dtimer.schedules import Crontab, Custom, OneShot
+
+#: Why a run did not happen.
+MISFIRE = "misfire"  #: it would have been later than the timer allows
+COALESCED = "coalesced"  #: another run stood for it
+BACKLOG = "backlog"  #: more runs were missed than are made up
+PAUSED = "paused"  #: the timer was paused
+ENDED = "ended"  #: nothing may be sent any more
+SUPERSEDED = "superseded"  #: the timer was given another schedule before it was sent
+REASONS = (MISFIRE, COALESCED, BACKLOG, PAUSED, ENDED, SUPERSEDED)
+
+_DEFAULTS = Defaults()
+
+#: Seconds between two tries of a message that the broker refuses: first, at most.
+FIRST_RETRY = 0.1
+LAST_RETRY = 5.0
+
+
+class Arming(NamedTuple):
+    """The status and the due time that a definition gives to its timer."""
+
+    status: Status
+    due_ms: int | None = None
+    delay_ms: int | None = None  #: it is due so long after the moment at which it is written
+    keeps_due: bool = False  #: the due time that is stored stays, whatever it is by then
+    reason: str = ""  #: why it is broken
+    jitter_ms: int = 0  #: it is looked at so long after it is due
+
+
+class Skip(NamedTuple):
+    """Runs in a row that do not happen."""
+
+    reason: str
+    runs: int  #: how many
+    first_ms: int  #: they were scheduled from this moment on,
+    until_ms: int  #: until this one
+
+
+class Plan(NamedTuple):
+    """What becomes of a due timer."""
+
+    next_due_ms: int | None  #: None: it has no run left
+    skip: Skip | None = None
+    sends: bool = True  #: the run that is due is sent
+    at_ms: int | None = None  #: when it is looked at next; None: when it is due
+
+    @property
+    def skipped(self) -> int:
+        """How many runs do not happen."""
+        return 0 if self.skip is None else self.skip.runs
+
+
+# ------------------------------------------------------------------ when a timer is armed
+
+
+def needs_time(definition: Definition) -> bool:
+    """Say whether `arm` goes by the server's time to start the timer."""
+    schedule = definition.schedule
+    if isinstance(schedule, OneShot):
+        return False
+    shaped = definition.window or definition.policy.jitter_ms
+    return schedule.first_delay_ms is None or bool(shaped)
+
+
+def arm(
+    definition: Definition,
+    existing: TimerState | None,
+    now_ms: int,
+    *,
+    last_run_ms: int | None = None,
+    adopt: bool = False,
+    revive: bool = False,
+) -> Arming | None:
+    """Return how an upsert leaves the timer, or None when it changes nothing.
+
+    - A new timer, or one with a new schedule, starts anew: a new schedule re-activates what was
+      stopped or broken.
+    - With the schedule unchanged the phase is kept; a timer that has no run left stays as it is,
+      unless it now may go further.
+    - A paused timer stays paused; a broken one becomes active with any new definition.
+
+    Args:
+        definition: what is to be stored.
+        existing: the timer as it is stored.
+        now_ms: the server's time; anything unless `needs_time`.
+        last_run_ms: when a timer that is new here ran last.
+        adopt: the timer is to be written even when its definition is the same, since its source
+            changes.
+        revive: a broken timer is to be tried again even when its definition is the same, since
+            the code that it failed on may be another by now.
+    """
+    if existing is None:
+        return (
+            _start(definition, now_ms) if last_run_ms is None else _go_on(definition, last_run_ms)
+        )
+    if _is_broken(existing) and revive:
+        return _start(definition, now_ms)
+    if existing.revision == definition.revision:
+        return (
+            Arming(existing.status, keeps_due=True) if adopt and not existing.is_finished else None
+        )
+    if not is_rescheduled(existing, definition.revision):
+        return _rearm(existing, definition, now_ms)
+    return _start(definition, now_ms, "paused" if existing.status == "paused" else "active")
+
+
+def is_rescheduled(existing: TimerState, revision: str) -> bool:
+    """Say whether a revision has another schedule than the timer that is stored."""
+    return schedule_part(existing.revision) != schedule_part(revision)
+
+
+def _rearm(existing: TimerState, definition: Definition, now_ms: int) -> Arming | None:
+    if window_part(existing.revision) != window_part(definition.revision):
+        return _rebound(existing, definition, now_ms)
+    if existing.is_finished:
+        return None
+    if _is_broken(existing) or existing.due_ms is None:
+        return _start(definition, now_ms)
+    return Arming(existing.status, keeps_due=True)
+
+
+def _rebound(existing: TimerState, definition: Definition, now_ms: int) -> Arming | None:
+    """Give a timer other bounds: it keeps its phase where that lies within them."""
+    has_run = existing.is_finished and existing.last_run_ms is not None
+    if has_run and isinstance(definition.schedule, OneShot):
+        return None
+    anew = existing.is_finished or existing.reason == ENDED or _is_broken(existing)
+    start = _start(definition, now_ms, "active" if anew else existing.status)
+    due_ms = existing.due_ms
+    if anew or due_ms is None or start.due_ms is None:
+        return start
+    first_ms, last_ms = definition.policy.start_ms, definition.last_ms
+    is_within = (first_ms is None or due_ms >= first_ms) and (last_ms is None or due_ms <= last_ms)
+    return (
+        Arming(existing.status, keeps_due=True) if is_within and due_ms <= start.due_ms else start
+    )
+
+
+def _is_broken(existing: TimerState) -> bool:
+    """Say whether a timer is broken; one whose status was edited into another word is too."""
+    return existing.status not in ("active", "paused", "stopped")
+
+
+def _start(definition: Definition, now_ms: int, status: Status = "active") -> Arming:
+    delay_ms = definition.schedule.first_delay_ms
+    if delay_ms is not None and not needs_time(definition):
+        return Arming(status, delay_ms=delay_ms)
+    return _armed(definition, first_run(definition, now_ms), status)
+
+
+def _go_on(definition: Definition, last_run_ms: int) -> Arming:
+    return _armed(definition, _run_after(definition, last_run_ms, last_run_ms), "active")
+
+
+def _armed(definition: Definition, due_ms: int | None, status: Status) -> Arming:
+    if due_ms is None:
+        return Arming("stopped" if status == "active" else status, None, reason=ENDED)
+    return Arming(status, due_ms, jitter_ms=jitter_of(definition, due_ms))
+
+
+# ------------------------------------------------------------------ the runs of a timer
+
+
+def first_run(definition: Definition, now_ms: int) -> int | None:
+    """Return when a timer that is created now is first due, None if it never is."""
+    schedule, start_ms = definition.schedule, definition.policy.start_ms
+    if start_ms is None:
+        return _within(definition, schedule.first_run(now_ms))
+    # The start is a slot of an interval.
+    return _within(definition, schedule.next_run_after(max(now_ms, start_ms - 1), start_ms))
+
+
+def _run_after(definition: Definition, moment_ms: int, anchor_ms: int) -> int | None:
+    """Return the first run after a moment, None when the timer ends before."""
+    start_ms = definition.policy.start_ms
+    if start_ms is not None and moment_ms < start_ms - 1:
+        moment_ms = start_ms - 1
+    return _within(definition, definition.schedule.next_run_after(moment_ms, anchor_ms))
+
+
+def _within(definition: Definition, due_ms: int | None) -> int | None:
+    last_ms = definition.last_ms
+    return due_ms if last_ms is None or due_ms is None or due_ms <= last_ms else None
+
+
+def _count(definition: Definition, after_ms: int, until_ms: int, anchor_ms: int) -> int:
+    """Return how many runs are scheduled in ``(after_ms, until_ms]``."""
+    last_ms = definition.last_ms
+    if last_ms is not None:
+        until_ms = min(until_ms, last_ms)
+    return definition.schedule.count_between(after_ms, until_ms, anchor_ms)
+
+
+def jitter_of(definition: Definition, due_ms: int) -> int:
+    """Return how long after its scheduled moment a run is sent on purpose, in ms.
+
+    It looks random from run to run and from timer to timer, and is the same whoever works it out.
+    """
+    longest = definition.policy.jitter_ms
+    if not longest:
+        return 0
+    digest = hashlib.blake2b(f"{definition.id} {due_ms}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % (longest + 1)
+
+
+# ------------------------------------------------------------------ when a run is due
+
+
+def plan(
+    definition: Definition,
+    due_ms: int,
+    now_ms: int,
+    *,
+    number: int = 1,
+    is_sent: bool = False,
+    defaults: Defaults = _DEFAULTS,
+) -> Plan:
+    """Return what becomes of a timer that is due.
+
+    Args:
+        definition: the timer's.
+        due_ms: the scheduled moment of its run.
+        now_ms: the server's time.
+        number: of the run, from 1.
+        is_sent: the run is out already, only its commit was refused.
+        defaults: for what the timer's policy leaves open.
+    """
+    policy, moment_ms = definition.policy, max(now_ms, due_ms)
+    is_plain = (
+        policy is PLAIN and not definition.options
+    )  # as most are: nothing below is to be asked
+    if not is_sent:
+        if not is_plain and _is_over(definition, moment_ms, number):
+            return Plan(None, _skip(ENDED, definition, due_ms, moment_ms), sends=False)
+        grace_ms = _grace_ms(definition, defaults)
+        if grace_ms is not None and moment_ms - due_ms - jitter_of(definition, due_ms) > grace_ms:
+            return _misfire(definition, due_ms, moment_ms - grace_ms)
+    if policy.max_runs is not None and number >= policy.max_runs:
+        return Plan(None)
+    if is_plain:
+        following_ms = definition.schedule.next_run_after(due_ms, due_ms)
+    else:
+        following_ms = _run_after(definition, due_ms, due_ms)
+    if following_ms is None or following_ms > moment_ms:
+        return Plan(following_ms) if is_plain else _planned(definition, following_ms)
+    if defaults.coalesce if policy.coalesce is None else policy.coalesce:
+        count = _count(definition, due_ms, moment_ms, due_ms)
+        skip = Skip(COALESCED, count, following_ms, moment_ms)
+        return _planned(definition, _run_after(definition, moment_ms, due_ms), skip)
+    most = defaults.max_catch_up if policy.max_catch_up is None else policy.max_catch_up
+    return _catch_up(definition, due_ms, following_ms, moment_ms, most)
+
+
+def _is_over(definition: Definition, moment_ms: int, number: int) -> bool:
+    """Say whether nothing may be sent any more."""
+    max_runs, expires_ms = definition.policy.max_runs, definition.expires_ms
+    return (max_runs is not None and number > max_runs) or (
+        expires_ms is not None and moment_ms > expires_ms
+    )
+
+
+def _grace_ms(definition: Definition, defaults: Defaults) -> int | None:
+    own = definition.policy.grace_ms
+    if own is not None:
+        return own
+    if defaults.cron_grace_ms is not None and isinstance(definition.schedule, Crontab):
+        return defaults.cron_grace_ms
+    return defaults.grace_ms
+
+
+def _misfire(definition: Definition, due_ms: int, oldest_ms: int) -> Plan:
+    """Skip the runs before a moment; the next one may be due already."""
+    next_ms = _run_after(definition, oldest_ms - 1, due_ms)
+    skip = _skip(MISFIRE, definition, due_ms, oldest_ms - 1)
+    return _planned(definition, next_ms, skip, sends=False)
+
+
+def _catch_up(
+    definition: Definition, due_ms: int, following_ms: int, now_ms: int, most: int
+) -> Plan:
+    """Send each run that was missed, but for those of more than so many: the oldest are skipped."""
+    dropped = _count(definition, due_ms, now_ms, due_ms) - most
+    if dropped <= 0:
+        return _planned(definition, following_ms, at_ms=now_ms)
+    next_ms = _after_dropped(definition, due_ms, now_ms, dropped, most)
+    until_ms = now_ms if next_ms is None else min(next_ms - 1, now_ms)
+    skip = Skip(BACKLOG, dropped, following_ms, until_ms)
+    return _planned(definition, next_ms, skip, at_ms=now_ms)
+
+
+def _after_dropped(
+    definition: Definition, due_ms: int, now_ms: int, dropped: int, left: int
+) -> int | None:
+    """Return the run after so many dropped ones, the first of so many that are left."""
+    every_ms = definition.schedule.first_delay_ms
+    if every_ms is not None:  # a plain interval: there may be millions
+        last_ms = now_ms if definition.last_ms is None else min(now_ms, definition.last_ms)
+        return _run_after(definition, last_ms - left * every_ms, due_ms)
+    next_ms: int | None = due_ms
+    for _ in range(dropped + 1):
+        if next_ms is None:
+            break
+        next_ms = _run_after(definition, next_ms, due_ms)
+    return next_ms
+
+
+def _skip(reason: str, definition: Definition, due_ms: int, until_ms: int) -> Skip:
+    """Return a run that is due, and those after it up to a moment, as skipped."""
+    return Skip(reason, 1 + _count(definition, due_ms, until_ms, due_ms), due_ms, until_ms)
+
+
+def _planned(
+    definition: Definition,
+    due_ms: int | None,
+    skip: Skip | None = None,
+    *,
+    sends: bool = True,
+    at_ms: int = 0,
+) -> Plan:
+    """Return a plan whose next run is looked at no earlier than it may be sent."""
+    if due_ms is None:
+        return Plan(None, skip, sends)
+    look_ms = max(at_ms, due_ms + jitter_of(definition, due_ms))
+    return Plan(due_ms, skip, sends, None if look_ms == due_ms else look_ms)
+
+
+def ask(
+    definition: Definition, due_ms: int, now_ms: int, last_run_ms: int, *, number: int = 1
+) -> Plan:
+    """Return what becomes of a timer whose schedule is code: only that says whether it runs now.
+
+    Args:
+        definition: the timer's; its schedule is a `Custom` one.
+        due_ms: when it was to be asked.
+        now_ms: the server's time.
+        last_run_ms: when it ran last, or was created.
+        number: of the run, from 1.
+    """
+    schedule, max_runs = definition.schedule, definition.policy.max_runs
+    assert isinstance(schedule, Custom)  # noqa: S101 - the others need not be asked
+    if _is_over(definition, now_ms, number):
+        return Plan(None, sends=False)
+    runs, wait_ms = schedule.ask(now_ms, last_run_ms)
+    if runs and max_runs is not None and number >= max_runs:
+        return Plan(None)
+    return _planned(definition, _within(definition, max(now_ms, due_ms) + wait_ms), sends=runs)
+
+
+def upcoming(definition: Definition, state: TimerState | None, after_ms: int) -> Iterator[int]:
+    """Yield the scheduled moments of the runs that come, as far as the timer goes.
+
+    Args:
+        definition: the timer's.
+        state: the timer as it is stored; a paused one is taken as if it were resumed. None stands
+            for a timer that is created at ``after_ms``.
+        after_ms: the runs come after this moment.
+    """
+    due_ms = (
+        first_run(definition, after_ms) if state is None else _next_due(definition, state, after_ms)
+    )
+    max_runs, runs = definition.policy.max_runs, 0 if state is None else state.runs
+    anchor_ms = due_ms
+    while due_ms is not None and (max_runs is None or runs < max_runs):
+        if due_ms > after_ms:
+            yield due_ms
+        runs += 1
+        assert anchor_ms is not None  # noqa: S101 - the first run is one
+        due_ms = _run_after(definition, due_ms, anchor_ms)
+
+
+def _next_due(definition: Definition, state: TimerState, now_ms: int) -> int | None:
+    if state.status == "active":
+        return state.due_ms
+    return resume(definition, state, now_ms).next_due_ms if state.status == "paused" else None
+
+
+def run_near(definition: Definition, moment_ms: int, anchor_ms: int, near_ms: int) -> int | None:
+    """Return the scheduled moment of a run that lies near a moment, None if none does.
+
+    Args:
+        definition: the timer's.
+        moment_ms: the moment.
+        anchor_ms: the scheduled moment of any run of the timer.
+        near_ms: so far it may be away.
+    """
+    schedule = definition.schedule
+    if isinstance(schedule, OneShot):
+        found_ms: int | None = schedule.at_ms
+    else:
+        found_ms = schedule.next_run_after(moment_ms - near_ms - 1, anchor_ms)
+    return found_ms if found_ms is not None and abs(found_ms - moment_ms) <= near_ms else None
+
+
+def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
+    """Return the next run of a timer that is resumed now, and those that passed meanwhile.
+
+    A one-shot whose moment passed while it was paused runs at once: it has no next run to go on
+    with. A run that is out already, its commit refused, stays the next one: its owner only counts
+    it.
+    """
+    due_ms = state.due_ms
+    if due_ms is not None and due_ms == state.last_sent_ms:
+        return Plan(due_ms)
+    if due_ms is not None and due_ms > now_ms:
+        return _planned(definition, due_ms)
+    if due_ms is None:
+        return _planned(definition, first_run(definition, now_ms))
+    next_ms = _run_after(definition, now_ms, due_ms)
+    if next_ms is None and isinstance(definition.schedule, OneShot):
+        return _planned(definition, first_run(definition, now_ms))
+    return _planned(definition, next_ms, _skip(PAUSED, definition, due_ms, now_ms))
+
+
+def retry_delay(attempts: int) -> float:
+    """Return the seconds until the next try after so many refusals: exponential, with jitter."""
+    longest: float = min(LAST_RETRY, FIRST_RETRY * 2 ** min(attempts, 16))
+    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, keeps no secret
