@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from celery_dtimer import planning
@@ -379,7 +380,13 @@ class Dispatcher:
         definitions: Mapping[str, Definition | InvalidTimerError | None],
     ) -> dict[str, int]:
         """Return when timers ran last, or were created, whose schedules are code and ask for it."""
-        asking = [id for id, definition in definitions.items() if _is_custom(definition)]
+        asking = [
+            id
+            for id, each in definitions.items()
+            if isinstance(each, Definition)
+            and each.code_bound
+            and isinstance(each.schedule, Custom)
+        ]
         return {
             state.id: state.created_ms if state.last_run_ms is None else state.last_run_ms
             for state in (self._store.states(asking)[1] if asking else ())
@@ -392,14 +399,13 @@ class Dispatcher:
         definitions: Mapping[str, Definition | InvalidTimerError | None],
     ) -> None:
         """Put the most urgent runs of a batch first, and leave the others in their order."""
-
-        def urgency(settlement: Settlement) -> int:
-            definition = definitions[settlement.timer.id]
-            assert isinstance(definition, Definition)  # noqa: S101 - else it would not be sent
-            return self._broker.urgency(definition)
-
-        if len(set(map(urgency, planned))) > 1:
-            planned.sort(key=urgency)
+        found = [definitions[settlement.timer.id] for settlement in planned]
+        due = [each for each in found if isinstance(each, Definition)]  # all are: else not sent
+        if len({each.task for each in due}) == 1 and not any(each.options for each in due):
+            return  # as most batches
+        urgencies = map(self._broker.urgency, due)
+        order = sorted(enumerate(urgencies), key=itemgetter(1))
+        planned[:] = [planned[place] for place, _ in order]
 
     def _publish(
         self, lease: Lease, runs: Sequence[Run], link: Link | None
@@ -565,10 +571,6 @@ def _first_of(settlements: list[Settlement]) -> list[Settlement]:
     return settlements[:]
 
 
-def _is_custom(definition: Definition | InvalidTimerError | None) -> bool:
-    return isinstance(definition, Definition) and isinstance(definition.schedule, Custom)
-
-
 def _decide(
     timer: DueTimer,
     definition: Definition | InvalidTimerError | None,
@@ -587,9 +589,7 @@ def _decide(
         if last_run_ms is not None and not is_sent:
             plan = planning.ask(definition, due_ms, now_ms, last_run_ms, number=number)
         else:
-            plan = planning.plan(
-                definition, due_ms, now_ms, number=number, is_sent=is_sent, defaults=defaults
-            )
+            plan = planning.plan(definition, due_ms, now_ms, number, is_sent, defaults)
     except Exception as exc:  # its schedule fails: that must not stop the others
         return _set_aside(timer, InvalidTimerError(f"its schedule fails: {exc!r}"))
     next_due_ms, skip, sends, at_ms = plan

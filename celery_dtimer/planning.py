@@ -224,7 +224,6 @@ def plan(
     definition: Definition,
     due_ms: int,
     now_ms: int,
-    *,
     number: int = 1,
     is_sent: bool = False,
     defaults: Defaults = _DEFAULTS,
@@ -239,20 +238,20 @@ def plan(
         is_sent: the run is out already, only its commit was refused.
         defaults: for what the timer's policy leaves open.
     """
-    policy, moment_ms = definition.policy, max(now_ms, due_ms)
+    policy, moment_ms = definition.policy, max(due_ms, now_ms)
     is_plain = (
         policy is PLAIN and not definition.options
-    )  # as most are: nothing below is to be asked
-    if not is_sent:
-        if not is_plain and _is_over(definition, moment_ms, number):
+    )  # as most are: nothing else is to be asked
+    if not is_sent and not (is_plain and defaults.grace_ms is defaults.cron_grace_ms is None):
+        if _is_over(definition, moment_ms, number):
             return Plan(None, _skip(ENDED, definition, due_ms, moment_ms), sends=False)
         grace_ms = _grace_ms(definition, defaults)
         if grace_ms is not None and moment_ms - due_ms - jitter_of(definition, due_ms) > grace_ms:
             return _misfire(definition, due_ms, moment_ms - grace_ms)
-    if policy.max_runs is not None and number >= policy.max_runs:
-        return Plan(None)
     if is_plain:
         following_ms = definition.schedule.next_run_after(due_ms, due_ms)
+    elif policy.max_runs is not None and number >= policy.max_runs:
+        following_ms = None
     else:
         following_ms = _run_after(definition, due_ms, due_ms)
     if following_ms is None or following_ms > moment_ms:
