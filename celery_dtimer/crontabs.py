@@ -127,6 +127,22 @@ def _expand_all(texts: Sequence[str]) -> list[tuple[int, ...]]:
     return numbers
 
 
+_NAMES = """
+    jan feb mar apr may jun jul aug sep oct nov dec january february march april june july august
+    september october november december
+    sun mon tue wed thu fri sat sunday monday tuesday wednesday thursday friday saturday
+"""
+_VALUE = "(?:[0-9]+|L|" + "|".join(_NAMES.split()) + ")"
+_ALIKE = rf"(?:\*|{_VALUE}(?:-{_VALUE})?)(?:/[0-9]+)?"
+_FIELD_ALIKE = re.compile(rf"{_ALIKE}(?:,{_ALIKE})*", re.IGNORECASE)
+
+
+def looks_like_crontab(text: str) -> bool:
+    """Say whether a text has the form of a cron expression, whatever its values."""
+    words = text.split()
+    return len(words) in (len(FIELDS), 1 + len(FIELDS)) and all(map(_FIELD_ALIKE.fullmatch, words))
+
+
 def expression_of(crontab: Any) -> str:
     """Return the cron expression of Celery's crontab, as it was written where that is text.
 
@@ -168,6 +184,30 @@ def _matching_days(days: int, weekdays: int, length: int, first: int) -> tuple[i
         for day in range(1, length + 1)
         if days >> day & 1 and weekdays >> (first + day - 1) % 7 & 1
     )
+
+
+@lru_cache(maxsize=2048)
+def _days_of_year(
+    days: int, weekdays: int, months: tuple[int, ...], is_leap: bool, first: int
+) -> tuple[int, ...]:
+    """Return the days of a year that match, New Year being 0.
+
+    Args:
+        days: The days of the month, as a set of bits.
+        weekdays: The days of the week, likewise.
+        months: The months.
+        is_leap: Whether the year has 29 February.
+        first: The weekday of New Year.
+    """
+    found: list[int] = []
+    before = 0
+    for month in range(1, 13):
+        length = 29 if month == 2 and is_leap else _LENGTHS[month - 1]
+        if month in months:
+            matching = _matching_days(days, weekdays, length, (first + before) % 7)
+            found += [before + day - 1 for day in matching]
+        before += length
+    return tuple(found)
 
 
 def _bits(numbers: Sequence[int]) -> int:
@@ -279,6 +319,54 @@ class Crontab(ClockRule):
                 if found >= from_day:
                     return first + found - 1 - _EPOCH_ORDINAL
             index, from_day = index + 1, 1
+
+    @property
+    def is_countable(self) -> bool:
+        """Always."""
+        return True
+
+    def count_walls(self, low: int, high: int) -> int:
+        """Return how many matching times clocks show in ``[low, high)``."""
+        first, from_second = divmod(low, zones.DAY)
+        last, to_second = divmod(high, zones.DAY)
+        whole = self._count_days(first, last) * self._times_before(zones.DAY)
+        return whole - self._count_on(first, from_second) + self._count_on(last, to_second)
+
+    def _count_on(self, day: int, second: int) -> int:
+        """Return how many times match on a day before a second of it."""
+        return self._times_before(second) if second and self._count_days(day, day + 1) else 0
+
+    def _times_before(self, time: int) -> int:
+        """Return how many times of a matching day are before a second of it."""
+        hours, minutes, seconds = self._hours, self._minutes, self._seconds
+        hour, rest = divmod(time, 3600)
+        minute, second = divmod(rest, 60)
+        index = bisect_left(hours, hour)
+        found = index * len(minutes) * len(seconds)
+        if rest and index < len(hours) and hours[index] == hour:
+            index = bisect_left(minutes, minute)
+            found += index * len(seconds)
+            if index < len(minutes) and minutes[index] == minute:
+                found += bisect_left(seconds, second)
+        return found
+
+    def _count_days(self, low: int, high: int) -> int:
+        """Return how many days match in ``[low, high)``, in days since 1970."""
+        if self._every_day:
+            return high - low
+        from_year = dt.date.fromordinal(low + _EPOCH_ORDINAL).year
+        to_year = dt.date.fromordinal(high + _EPOCH_ORDINAL).year
+        count = 0
+        for year in range(from_year, to_year + 1):
+            new_year = dt.date(year, 1, 1).toordinal()
+            days = _days_of_year(
+                *(self._days, self._weekdays, self._months, calendar.isleap(year), new_year % 7)
+            )
+            new_year -= _EPOCH_ORDINAL
+            count += len(days) if year < to_year else bisect_left(days, high - new_year)
+            if year == from_year:
+                count -= bisect_left(days, low - new_year)
+        return count
 
     def describe(self) -> str:
         """Return for example "0 3 * * * (Europe/Paris)"."""

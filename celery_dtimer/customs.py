@@ -90,6 +90,12 @@ class Custom(Schedule):
         """Return 0: only the rule's owner can tell."""
         return 0
 
+    def last_runs_begin(
+        self, after_ms: int, until_ms: int, anchor_ms: int, count: int
+    ) -> int | None:
+        """Return ``None``: only the rule's owner can tell."""
+        return None
+
     def _answer(self, asked: Any, now_ms: int, last_run_ms: int) -> tuple[bool, int]:
         """Return what a rule answers that takes a given moment for now.
 

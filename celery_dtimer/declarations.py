@@ -26,7 +26,7 @@ from celery.utils.time import maybe_make_aware
 from celery_dtimer import schedules
 from celery_dtimer.canvas import is_canvas, parts_of
 from celery_dtimer.errors import InvalidTimerError, invalid
-from celery_dtimer.keywords import KEYWORDS, define
+from celery_dtimer.keywords import KEYWORDS, TIMING, define
 from celery_dtimer.model import (
     Definition,
     Lease,
@@ -132,10 +132,13 @@ def definition_of(app: Celery, name: object, entry: object) -> Definition:
     for key, value in (("kwargs", kwargs), ("options", options)):
         if not isinstance(value, Mapping):
             raise invalid(key, value, "a dict")
+    # What add_periodic_task is given beside the schedule is among the options.
+    keywords = {key: value for key, value in options.items() if key in TIMING}
+    options = {key: value for key, value in options.items() if key not in TIMING}
     if is_canvas(task):
         canvas = {"task": task, "args": args, "kwargs": kwargs, "options": options}
         task, args, kwargs, options = parts_of(canvas, app)
-    keywords = {key: value for key, value in entry.items() if value is not None}
+    keywords |= {key: value for key, value in entry.items() if value is not None}
     keywords["description"] = entry.get("description") or ""
     schedule = entry.get("schedule")
     if isinstance(schedule, (crontab, solar)):
@@ -204,7 +207,7 @@ def _last_run_ms(app: Celery, entry: Any) -> int | None:
     if not isinstance(last_run_at, datetime):
         raise invalid("last_run_at", last_run_at, "a datetime")
     zone: tzinfo = app.timezone
-    return to_ms(maybe_make_aware(last_run_at, zone))
+    return max(0, to_ms(maybe_make_aware(last_run_at, zone)))
 
 
 class StaticSchedule:

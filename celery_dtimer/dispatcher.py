@@ -316,7 +316,7 @@ class Dispatcher:
         waiting = turn.timers
         while waiting and not tally.is_cut_short:
             batch, waiting = waiting[: self._limit], waiting[self._limit :]
-            settled, is_whole = self._prepare(lease, batch, turn.now_ms, link, tally)
+            settled, is_whole = self._prepare(lease, batch, turn.now_ms, link, tally, until)
             if self._committing is not None:
                 following = self._settle(lease, tally)
                 if following is None:
@@ -346,8 +346,11 @@ class Dispatcher:
         now_ms: int,
         link: Link | None,
         tally: _Tally,
+        until: float,
     ) -> tuple[list[Settlement], bool]:
         """Decide on a batch, and publish its runs or build their messages.
+
+        To decide may take long, for a timer whose schedule is code say: then some are left.
 
         Returns:
             what is to be committed, and whether that is all of the batch.
@@ -361,6 +364,11 @@ class Dispatcher:
             settlement = _decide(timer, definition, now_ms, self._defaults, last_run_ms)
             goes_out = settlement.done == "run" and not timer.is_sent
             (planned if goes_out else settled).append(settlement)
+            if self._clock() > until:
+                break
+        is_whole = len(planned) + len(settled) == len(timers)
+        if not is_whole:
+            self._on_progress()
         self._sort(planned, definitions)
         runs = [self._run(lease, each.timer, definitions[each.timer.id]) for each in planned]
         point("between_due_and_publish")
@@ -373,7 +381,7 @@ class Dispatcher:
         _log(runs, outcomes)
         is_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
         tally.broker_down = tally.broker_down or is_down
-        return settled, len(outcomes) == len(runs) and not is_down
+        return settled, is_whole and len(outcomes) == len(runs) and not is_down
 
     def _last_runs_ms(
         self,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from celery_dtimer import planning
 from celery_dtimer.model import UNASSIGNED, Definition, TimerState, to_datetime
+from celery_dtimer.schedules import Custom
 
 #: A moment means the run that is nearest to it, within so many ms: people give no fractions.
 NEAR_MS = 999
@@ -26,7 +27,7 @@ _REASONS = {
     planning.BACKLOG: "more runs were missed than max_catch_up makes up",
     planning.PAUSED: "the timer was paused",
     planning.ENDED: "the timer had come to its end",
-    planning.SUPERSEDED: "the timer was given another schedule before it was sent",
+    planning.SUPERSEDED: "the timer was given another schedule, or end, before it was sent",
 }
 
 
@@ -55,13 +56,16 @@ def records(entries: Iterable[Mapping[str, str]], id: str) -> Iterator[Sent | Sk
         at_ms, instance = int(entry["at"]), entry.get("instance", "")
         for line in entry.get("sent", "").split("\n"):
             match line.split(" "):
-                case [timer, scheduled, number] if timer == id and scheduled.isdigit():
+                case [timer, scheduled, number] if timer == id and _are_whole([scheduled], 1):
                     yield Sent(at_ms, instance, int(scheduled), number)
         for line in entry.get("skipped", "").split("\n"):
             match line.split(" "):
-                case [timer, reason, *numbers] if timer == id and all(map(str.isdigit, numbers)):
-                    runs, first_ms, until_ms = map(int, numbers)
-                    yield Skipped(at_ms, reason, runs, first_ms, until_ms)
+                case [timer, reason, *numbers] if timer == id and _are_whole(numbers, 3):
+                    yield Skipped(at_ms, reason, *map(int, numbers))
+
+
+def _are_whole(texts: list[str], count: int) -> bool:
+    return len(texts) == count and all(text.isascii() and text.isdigit() for text in texts)
 
 
 def explain(
@@ -119,7 +123,8 @@ def _distance(definition: Definition | None, record: Skipped, moment_ms: int) ->
     if definition is None or record.first_ms == record.until_ms:
         return abs(moment_ms - record.first_ms) if record.runs == 1 else 0
     run_ms = planning.run_near(definition, moment_ms, record.first_ms, NEAR_MS)
-    return NEAR_MS + 1 if run_ms is None else abs(run_ms - moment_ms)
+    is_one_of_them = run_ms is not None and record.first_ms <= run_ms <= record.until_ms
+    return abs(run_ms - moment_ms) if run_ms is not None and is_one_of_them else NEAR_MS + 1
 
 
 def _without_record(
@@ -130,10 +135,15 @@ def _without_record(
         return f"the timer was created at {_shown(state.created_ms)}, after that moment"
     if definition is None:
         return f"the definition of the timer can not be read: {state.reason or 'it is gone'}"
-    anchor_ms = state.due_ms or state.last_run_ms or state.created_ms
-    run_ms = planning.run_near(definition, moment_ms, anchor_ms, NEAR_MS)
     if state.status == "broken":
         return f"the timer is broken and does not run: {state.reason}"
+    if isinstance(definition.schedule, Custom):
+        return f"the timer runs when code of its beats says so: {definition.schedule.describe()}"
+    start_ms = definition.policy.start_ms
+    if start_ms is not None and moment_ms + NEAR_MS < start_ms:
+        return f"the timer starts at {_shown(start_ms)}, after that moment"
+    anchor_ms = state.due_ms or state.last_run_ms or state.created_ms
+    run_ms = planning.run_near(definition, moment_ms, anchor_ms, NEAR_MS)
     if state.due_ms is not None and moment_ms >= state.due_ms - NEAR_MS:
         if run_ms is None:
             return f"no run is scheduled for that moment: {definition.schedule.describe()}"
@@ -147,13 +157,15 @@ def _without_record(
 
 def _pending(definition: Definition, state: TimerState, run_ms: int, now_ms: int) -> str:
     """Explain a run that is still to come, or should have come."""
+    last_ms, max_runs = definition.last_ms, definition.policy.max_runs
+    if last_ms is not None and run_ms > last_ms:
+        return f"the timer ends at {_shown(last_ms)}, before that moment"
+    if max_runs is not None and planning.number_of(definition, state, run_ms) > max_runs:
+        return f"the timer ends with its run {max_runs}, before that moment"
     if state.status == "paused":
         return "the timer is paused: its runs are skipped until it is resumed"
     if state.status == "stopped":
         return "the timer is stopped: it does not run until it is resumed"
-    last_ms = definition.last_ms
-    if last_ms is not None and run_ms > last_ms:
-        return f"the timer ends at {_shown(last_ms)}, before that moment"
     if run_ms > now_ms:
         return f"the run is scheduled for {_shown(run_ms)}, which is still to come"
     if state.attempts:

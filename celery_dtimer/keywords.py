@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import tzinfo
 from typing import Any
 
 from celery import Celery
@@ -11,6 +13,8 @@ from celery_dtimer import policy, schedules
 from celery_dtimer.errors import invalid
 from celery_dtimer.model import Definition
 from celery_dtimer.options import check_options
+from celery_dtimer.rules import ClockRule
+from celery_dtimer.zones import DEFAULT_POLICY
 
 #: What is said of when a timer runs, beside its schedule.
 TIMING = frozenset({"timezone", "dst", "relative", *policy.KEYWORDS})
@@ -52,27 +56,21 @@ def define(
     if not isinstance(name, str):
         raise invalid("name", name, "a str")
     description = keywords.get("description", current.description if current else "")
-    if not isinstance(description, str):
+    if not isinstance(description or "", str):
         raise invalid("description", description, "a str")
-    timezone = keywords.get("timezone")
-    default_zone = getattr(current.schedule, "timezone", None) if current else None
-    default_zone = default_zone or app.timezone
-    zone = timezone or default_zone
+    if keywords.get("timezone") is not None:
+        schedules.zone_name(keywords["timezone"])  # a wrong one shows, also where none matters
+    own_zone = _own_zone(current, keywords)
+    default_zone = own_zone or app.timezone
+    zone = keywords.get("timezone") or default_zone
     rules = policy.parse_policy(keywords, zone, current.policy if current else policy.PLAIN)
-    if current is not None and schedule is current.schedule:
-        is_named = timezone is not None or not current.zone_of
-    else:
-        is_named = timezone is not None or schedules.names_zone(schedule)
-    rule = schedules.parse(
-        schedule,
-        timezone=timezone,
-        default_timezone=default_zone,
-        relative=bool(keywords.get("relative")),
-        dst=keywords.get("dst"),
-        start_ms=rules.start_ms,
-        bound=is_code,
-    )
+    rule = _rule(schedule, keywords, current, default_zone, rules.start_ms, is_code=is_code)
     policy.check_policy(rules, rule)
+    is_named = (
+        keywords.get("timezone") is not None
+        or own_zone is not None
+        or (not _is_kept(schedule, current) and schedules.names_zone(schedule))
+    )
     return Definition(
         name=name,
         task=task,
@@ -80,9 +78,77 @@ def define(
         args=args,
         kwargs=kwargs,
         options=check_options(options, zone),
-        description=description,
+        description=description or "",
         policy=rules,
-        zone_of="" if is_named or not hasattr(rule, "timezone") else source_of(app),
+        zone_of="" if is_named or not schedules.has_clock(rule) else source_of(app),
+    )
+
+
+def _own_zone(current: Definition | None, keywords: Mapping[str, Any]) -> str | None:
+    """Return the zone that a timer has named before, and that is not taken from it."""
+    if current is None or current.zone_of or "timezone" in keywords:
+        return None
+    schedule: Any = current.schedule
+    return str(schedule.timezone) if schedules.has_clock(schedule) else None
+
+
+def _is_kept(schedule: Any, current: Definition | None) -> bool:
+    return current is not None and schedule is current.schedule
+
+
+def _rule(
+    schedule: Any,
+    keywords: Mapping[str, Any],
+    current: Definition | None,
+    default_zone: tzinfo | str,
+    start_ms: int | None,
+    *,
+    is_code: bool,
+) -> schedules.Schedule:
+    """Return the rule of a timer; of the current one's stays what is not named."""
+    if _is_kept(schedule, current):
+        return _changed_rule(schedule, keywords, default_zone)
+    relative, dst = keywords.get("relative"), keywords.get("dst")
+    rule = schedules.parse(
+        schedule,
+        timezone=keywords.get("timezone"),
+        default_timezone=default_zone,
+        relative=bool(relative),
+        dst=dst,
+        start_ms=start_ms,
+        bound=is_code,
+    )
+    before = (
+        None if current is None or isinstance(schedule, schedules.Schedule) else current.schedule
+    )
+    if isinstance(before, ClockRule) and isinstance(rule, ClockRule) and "dst" not in keywords:
+        return replace(rule, dst=before.dst)  # type: ignore[type-var]
+    if (
+        isinstance(before, schedules.Interval)
+        and isinstance(rule, schedules.Interval)
+        and "relative" not in keywords
+        and before.relative
+    ):
+        return replace(rule, relative=True, timezone=schedules.zone_name(default_zone))
+    return rule
+
+
+def _changed_rule(
+    rule: schedules.Schedule, keywords: Mapping[str, Any], default_zone: tzinfo | str
+) -> schedules.Schedule:
+    """Return a timer's rule with what is said of it beside; None stands for the default."""
+    if isinstance(rule, schedules.Interval) and keywords.get("relative", True) in (None, False):
+        rule = schedules.Interval(rule.every_ms)
+    zone, dst = keywords.get("timezone") or default_zone, keywords.get("dst")
+    if "dst" in keywords and isinstance(rule, ClockRule):
+        dst = dst or DEFAULT_POLICY
+    is_moved = "timezone" in keywords and schedules.has_clock(rule)
+    return schedules.parse(
+        rule,
+        timezone=schedules.zone_name(zone) if is_moved else None,
+        default_timezone=zone,
+        relative=bool(keywords.get("relative")),
+        dst=dst,
     )
 
 

@@ -185,6 +185,14 @@ class _Grid(NamedTuple):
                 if unit - begin in self.listed:
                     yield unit
 
+    def count_in(self, block: int, before: int, first: int, interval: int) -> int:
+        """Return how many units of a block a rule chooses, before one of them.
+
+        The interval is such that it is all one on which day the block is.
+        """
+        begin = block * self.size - first
+        return sum(unit < before and (begin + unit) % interval == 0 for unit in self.listed)
+
     def ever(self, first: int, interval: int) -> bool:
         """Say whether the interval ever reaches a unit that is listed, on any day at all."""
         per_day = zones.DAY // self.unit
@@ -204,6 +212,7 @@ class Pattern(NamedTuple):
     grid: _Grid | None  # None: a rule of days or longer
     times: tuple[int, ...]  # within a day, or a unit of the grid, in seconds
     step: int | None  # from one occurrence to the next, where that is always the same
+    is_countable: bool  # whether `count_walls` can tell
 
     def next_wall(self, wall: int) -> int | None:
         """Return the first occurrence that is not before a time, ``None`` if there is none."""
@@ -224,6 +233,64 @@ class Pattern(NamedTuple):
         found = start + steps * step
         is_over = (until is not None and found > until) or (total is not None and steps >= total)
         return None if is_over else found
+
+    def count_walls(self, low: int, high: int) -> int:
+        """Return how many occurrences there are in ``[low, high)``, if the rule is countable."""
+        if self.step is not None or self.parts.total is not None:
+            return self._count_before(high) - self._count_before(low)
+        until = self.parts.until
+        low = max(low, self.parts.start)
+        high = high if until is None else min(high, until + 1)
+        if low >= high:
+            return 0
+        first, from_second = divmod(low, zones.DAY)
+        last, to_second = divmod(high, zones.DAY)
+        whole = self._count_days(first, last) * self._times_before(zones.DAY)
+        return whole - self._count_on(first, from_second) + self._count_on(last, to_second)
+
+    def _count_before(self, wall: int) -> int:
+        """Return how many occurrences come before a time, of a rule whose count is known."""
+        if self.step is not None:
+            start, until, total = self.parts.start, self.parts.until, self.parts.total
+            wall = wall if until is None else min(wall, until + 1)
+            steps = max(0, -((start - wall) // self.step))
+            return steps if total is None else min(steps, total)
+        count, number = 0, 0
+        while chunk := _chunk(self.parts, number):
+            if chunk[-1] >= wall:
+                return count + bisect_left(chunk, wall)
+            count, number = count + len(chunk), number + 1
+        return count
+
+    def _count_on(self, day: int, second: int) -> int:
+        """Return how many occurrences there are on a day before a second of it."""
+        return self._times_before(second) if second and self._count_days(day, day + 1) else 0
+
+    def _times_before(self, second: int) -> int:
+        """Return how many times of a matching day are before a second of it."""
+        grid = self.grid
+        if grid is None:
+            return bisect_left(self.times, second)
+        unit, rest = divmod(second, grid.unit)
+        block, at = divmod(unit, grid.size)
+        count = _counts_before_blocks(self.parts)[bisect_left(grid.blocks, block)]
+        to_unit = to_next = 0
+        if block in grid.block_set:
+            first, interval = self.parts.start // grid.unit, self.parts.interval
+            to_unit = grid.count_in(block, at, first, interval)
+            to_next = grid.count_in(block, at + 1, first, interval) if rest else to_unit
+        last = bisect_left(self.times, rest) if to_next > to_unit else 0
+        return (count + to_unit) * len(self.times) + last
+
+    def _count_days(self, low: int, high: int) -> int:
+        """Return how many days match in ``[low, high)``, in days since 1970."""
+        if self.days is None:
+            return high - low
+        from_year = dt.date.fromordinal(low + _EPOCH_ORDINAL).year
+        to_year = dt.date.fromordinal(high + _EPOCH_ORDINAL).year
+        count = sum(len(_days_of_year(self.days, year)) for year in range(from_year, to_year))
+        count -= bisect_left(_days_of_year(self.days, from_year), low)
+        return count + bisect_left(_days_of_year(self.days, to_year), high)
 
     def walls_from(self, low: int) -> Iterator[int]:
         """Yield the occurrences from a time on, which is not before the start, for 40 years."""
@@ -298,6 +365,18 @@ class Pattern(NamedTuple):
         return date.replace(month=month, day=1).toordinal() - _EPOCH_ORDINAL
 
 
+@lru_cache(maxsize=256)
+def _counts_before_blocks(parts: Parts) -> tuple[int, ...]:
+    """Return how many units of a day a rule chooses before each listed block, and in all."""
+    grid, counts = pattern_of(parts).grid, [0]
+    if grid is None:  # a rule of days or longer
+        return (0,)
+    for block in grid.blocks:
+        found = grid.count_in(block, grid.size, parts.start // grid.unit, parts.interval)
+        counts.append(counts[-1] + found)
+    return tuple(counts)
+
+
 @lru_cache(maxsize=16_384)
 def _chunk(parts: Parts, number: int) -> tuple[int, ...]:
     """Return some occurrences of a rule with COUNT, the numbered part of all of them."""
@@ -353,7 +432,20 @@ def pattern_of(parts: Parts) -> Pattern:
     if positions and freq >= DAILY:
         times = _at_positions((0,), times, positions)
     step = parts.interval * _STEPS[freq] if freq in _STEPS and not parts.lists else None
-    return Pattern(parts, _days_chosen(parts, date), grid, tuple(times), step)
+    is_countable = step is not None or parts.total is not None or _is_regular(parts, grid)
+    return Pattern(parts, _days_chosen(parts, date), grid, tuple(times), step, is_countable)
+
+
+def _is_regular(parts: Parts, grid: _Grid | None) -> bool:
+    """Say whether a rule has the same times on all its days, and each kind of year the same days.
+
+    Else its occurrences may be further apart than `MAX_YEARS`, or differ from day to day.
+    """
+    if parts.listed("BYEASTER"):
+        return False
+    if grid is not None:
+        return zones.DAY // grid.unit % parts.interval == 0
+    return parts.interval == 1 and (parts.freq == DAILY or not parts.listed("BYSETPOS"))
 
 
 def _grid(unit: int, size: int, blocks: tuple[int, ...], listed: Iterable[int]) -> _Grid:

@@ -12,7 +12,7 @@ from typing import Any
 from kombu import Exchange, Queue
 from kombu.serialization import registry  # type: ignore[attr-defined]
 
-from celery_dtimer import schedules
+from celery_dtimer import policy, schedules
 from celery_dtimer.errors import invalid
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -102,7 +102,10 @@ _OPTION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "soft_time_limit": _SECONDS,
     **dict.fromkeys(LINKS, _SIGNATURES),
 }
-_FIELD_NAMES = ("name", "schedule", "callback", "args", "kwargs", "timezone", "description")
+_FIELD_NAMES = (
+    *("name", "schedule", "callback", "args", "kwargs", "timezone", "dst", "relative"),
+    *("description", *policy.KEYWORDS),
+)
 
 
 def _check_option_name(name: object, value: object) -> None:
@@ -112,6 +115,9 @@ def _check_option_name(name: object, value: object) -> None:
         raise invalid("option", name, "a str as the name of an option")
     if name == "options":
         raise invalid(name, value, "each option as a keyword of its own")
+    if name in _FIELD_NAMES:
+        accepted = "nothing: it belongs to the timer, beside its options"
+        raise invalid(f"options[{name!r}]", value, accepted)
     if name not in _OPTION_NAMES:
         for close in _close_names(name):
             raise invalid("option", name, f"{close!r}, which has nearly this name")

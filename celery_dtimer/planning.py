@@ -36,9 +36,11 @@ class Arming(NamedTuple):
     status: Status
     due_ms: int | None = None
     delay_ms: int | None = None  #: it is due so long after the moment at which it is written
-    keeps_due: bool = False  #: the due time that is stored stays, whatever it is by then
-    reason: str = ""  #: why it is broken
+    keeps_due: bool = False  #: the due time that is stored stays, whatever it is by then;
+    #: if it still is ``due_ms``, the timer is looked at ``jitter_ms`` later
+    reason: str = ""  #: why it does not run
     jitter_ms: int = 0  #: it is looked at so long after it is due
+    skip: Skip | None = None  #: runs that are given up
 
 
 class Skip(NamedTuple):
@@ -84,11 +86,12 @@ def arm(
     last_run_ms: int | None = None,
     adopt: bool = False,
     revive: bool = False,
+    wakes: bool = True,
 ) -> Arming | None:
     """Return how an upsert leaves the timer, or None when it changes nothing.
 
     - A new timer, or one with a new schedule, starts anew: a new schedule re-activates what was
-      stopped or broken.
+      stopped or broken, unless it is not to wake anything.
     - With the schedule unchanged the phase is kept; a timer that has no run left stays as it is,
       unless it now may go further.
     - A paused timer stays paused; a broken one becomes active with any new definition.
@@ -102,25 +105,57 @@ def arm(
             changes.
         revive: a broken timer is to be tried again even when its definition is the same, since
             the code that it failed on may be another by now.
+        wakes: a timer that does not run may do so with another schedule.
     """
     if existing is None:
-        return (
-            _start(definition, now_ms) if last_run_ms is None else _go_on(definition, last_run_ms)
-        )
+        if last_run_ms is None:
+            return _start(definition, now_ms)
+        return _go_on(definition, last_run_ms, now_ms)
     if _is_broken(existing) and revive:
         return _start(definition, now_ms)
     if existing.revision == definition.revision:
-        return (
-            Arming(existing.status, keeps_due=True) if adopt and not existing.is_finished else None
-        )
+        return _keep(existing, definition) if adopt and not existing.is_finished else None
+    if not wakes and existing.status not in ("active", "paused"):
+        return _start(definition, now_ms, existing.status)._replace(reason=existing.reason)
     if not is_rescheduled(existing, definition.revision):
         return _rearm(existing, definition, now_ms)
-    return _start(definition, now_ms, "paused" if existing.status == "paused" else "active")
+    return _start(definition, now_ms, _woken(existing))
 
 
 def is_rescheduled(existing: TimerState, revision: str) -> bool:
     """Say whether a revision has another schedule than the timer that is stored."""
     return schedule_part(existing.revision) != schedule_part(revision)
+
+
+def given_up(definition: Definition, existing: TimerState, now_ms: int) -> Skip | None:
+    """Return the runs that have come, and do not happen once a timer has another schedule.
+
+    Args:
+        definition: the timer's, as it has been.
+        existing: the timer as it is stored.
+        now_ms: the server's time.
+    """
+    due_ms = existing.due_ms
+    if due_ms is None or due_ms > now_ms or due_ms == existing.last_sent_ms:
+        return None
+    reasons = {"active": SUPERSEDED, "paused": PAUSED}
+    reason = reasons.get(existing.status)
+    return None if reason is None else _skip(reason, definition, due_ms, now_ms)
+
+
+def _woken(existing: TimerState) -> Status:
+    return "paused" if existing.status == "paused" else "active"
+
+
+def _keep(existing: TimerState, definition: Definition) -> Arming:
+    """Leave a timer as it is, but for a jitter that is another now."""
+    due_ms, kept = existing.due_ms, Arming(existing.status, keeps_due=True, reason=existing.reason)
+    if due_ms is None or existing.attempts:
+        return kept
+    jitter_ms = jitter_of(definition, due_ms)
+    if existing.at_ms in (None, due_ms + jitter_ms):
+        return kept
+    return kept._replace(due_ms=due_ms, jitter_ms=jitter_ms)
 
 
 def _rearm(existing: TimerState, definition: Definition, now_ms: int) -> Arming | None:
@@ -129,25 +164,38 @@ def _rearm(existing: TimerState, definition: Definition, now_ms: int) -> Arming 
     if existing.is_finished:
         return None
     if _is_broken(existing) or existing.due_ms is None:
-        return _start(definition, now_ms)
-    return Arming(existing.status, keeps_due=True)
+        return _start(definition, now_ms, _woken(existing))
+    return _keep(existing, definition)
 
 
 def _rebound(existing: TimerState, definition: Definition, now_ms: int) -> Arming | None:
     """Give a timer other bounds: it keeps its phase where that lies within them."""
+    max_runs = definition.policy.max_runs
     has_run = existing.is_finished and existing.last_run_ms is not None
-    if has_run and isinstance(definition.schedule, OneShot):
+    is_spent = max_runs is not None and existing.runs >= max_runs
+    if existing.is_finished and (is_spent or (has_run and _is_single(definition))):
         return None
-    anew = existing.is_finished or existing.reason == ENDED or _is_broken(existing)
-    start = _start(definition, now_ms, "active" if anew else existing.status)
-    due_ms = existing.due_ms
-    if anew or due_ms is None or start.due_ms is None:
+    is_over = existing.is_finished or existing.reason == ENDED or _is_broken(existing)
+    status = _woken(existing) if is_over else existing.status
+    start = _armed(definition, None, status) if is_spent else _start(definition, now_ms, status)
+    if is_over or is_spent or existing.due_ms is None:
         return start
-    first_ms, last_ms = definition.policy.start_ms, definition.last_ms
-    is_within = (first_ms is None or due_ms >= first_ms) and (last_ms is None or due_ms <= last_ms)
-    return (
-        Arming(existing.status, keeps_due=True) if is_within and due_ms <= start.due_ms else start
-    )
+    return _keep(existing, definition) if _fits(definition, existing.due_ms, now_ms) else start
+
+
+def _is_single(definition: Definition) -> bool:
+    return isinstance(definition.schedule, OneShot)
+
+
+def _fits(definition: Definition, due_ms: int, now_ms: int) -> bool:
+    """Say whether a due time lies within a timer's bounds, and in the cadence that they give."""
+    start_ms = definition.policy.start_ms
+    if _within(definition, due_ms) is None or (start_ms is not None and due_ms < start_ms):
+        return False
+    if start_ms is not None:
+        return definition.schedule.next_run_after(due_ms - 1, start_ms) == due_ms
+    first_ms = first_run(definition, now_ms)  # later, and it comes from a start that is gone
+    return first_ms is None or due_ms <= first_ms
 
 
 def _is_broken(existing: TimerState) -> bool:
@@ -162,8 +210,12 @@ def _start(definition: Definition, now_ms: int, status: Status = "active") -> Ar
     return _armed(definition, first_run(definition, now_ms), status)
 
 
-def _go_on(definition: Definition, last_run_ms: int) -> Arming:
-    return _armed(definition, _run_after(definition, last_run_ms, last_run_ms), "active")
+def _go_on(definition: Definition, last_run_ms: int, now_ms: int) -> Arming:
+    """Start a timer that ran elsewhere before: in its cadence, and not for what is past."""
+    if _is_single(definition):
+        return _armed(definition, _run_after(definition, last_run_ms, last_run_ms), "active")
+    due_ms = _run_after(definition, max(now_ms, last_run_ms), last_run_ms)
+    return _armed(definition, due_ms, "active")
 
 
 def _armed(definition: Definition, due_ms: int | None, status: Status) -> Arming:
@@ -239,15 +291,13 @@ def plan(
         defaults: for what the timer's policy leaves open.
     """
     policy, moment_ms = definition.policy, max(due_ms, now_ms)
-    is_plain = (
-        policy is PLAIN and not definition.options
-    )  # as most are: nothing else is to be asked
+    is_plain = policy is PLAIN and not definition.options  # as most are: it is not to be asked
     if not is_sent and not (is_plain and defaults.grace_ms is defaults.cron_grace_ms is None):
         if _is_over(definition, moment_ms, number):
             return Plan(None, _skip(ENDED, definition, due_ms, moment_ms), sends=False)
         grace_ms = _grace_ms(definition, defaults)
         if grace_ms is not None and moment_ms - due_ms - jitter_of(definition, due_ms) > grace_ms:
-            return _misfire(definition, due_ms, moment_ms - grace_ms)
+            return _misfire(definition, due_ms, moment_ms - grace_ms, moment_ms)
     if is_plain:
         following_ms = definition.schedule.next_run_after(due_ms, due_ms)
     elif policy.max_runs is not None and number >= policy.max_runs:
@@ -257,11 +307,29 @@ def plan(
     if following_ms is None or following_ms > moment_ms:
         return Plan(following_ms) if is_plain else _planned(definition, following_ms)
     if defaults.coalesce if policy.coalesce is None else policy.coalesce:
-        count = _count(definition, due_ms, moment_ms, due_ms)
-        skip = Skip(COALESCED, count, following_ms, moment_ms)
-        return _planned(definition, _run_after(definition, moment_ms, due_ms), skip)
+        next_ms = _first_to_send(definition, due_ms, moment_ms + 1)
+        return _planned(definition, next_ms, _missed(definition, due_ms, next_ms, moment_ms))
     most = defaults.max_catch_up if policy.max_catch_up is None else policy.max_catch_up
-    return _catch_up(definition, due_ms, following_ms, moment_ms, most)
+    return _catch_up(definition, due_ms, following_ms, moment_ms, most, is_sent)
+
+
+def _first_to_send(definition: Definition, due_ms: int, limit_ms: int) -> int | None:
+    """Return the first run after a due one that is to be sent at a moment or later."""
+    after_ms = max(due_ms, limit_ms - 1 - definition.policy.jitter_ms)
+    found_ms = _run_after(definition, after_ms, due_ms)
+    while found_ms is not None and found_ms + jitter_of(definition, found_ms) < limit_ms:
+        found_ms = _run_after(definition, found_ms, due_ms)
+    return found_ms
+
+
+def _missed(
+    definition: Definition, due_ms: int, next_ms: int | None, moment_ms: int
+) -> Skip | None:
+    """Return the runs between two, up to a moment, for which the first of the two stands."""
+    until_ms = moment_ms if next_ms is None else min(next_ms - 1, moment_ms)
+    first_ms = _run_after(definition, due_ms, due_ms)
+    count = _count(definition, due_ms, until_ms, due_ms)
+    return Skip(COALESCED, count, first_ms, until_ms) if count and first_ms is not None else None
 
 
 def _is_over(definition: Definition, moment_ms: int, number: int) -> bool:
@@ -281,40 +349,40 @@ def _grace_ms(definition: Definition, defaults: Defaults) -> int | None:
     return defaults.grace_ms
 
 
-def _misfire(definition: Definition, due_ms: int, oldest_ms: int) -> Plan:
-    """Skip the runs before a moment; the next one may be due already."""
-    next_ms = _run_after(definition, oldest_ms - 1, due_ms)
-    skip = _skip(MISFIRE, definition, due_ms, oldest_ms - 1)
+def _misfire(definition: Definition, due_ms: int, oldest_ms: int, now_ms: int) -> Plan:
+    """Skip the runs that were to be sent before a moment; the next one may be due already."""
+    next_ms = _first_to_send(definition, due_ms, oldest_ms)
+    until_ms = now_ms if next_ms is None else min(next_ms - 1, now_ms)
+    skip = _skip(MISFIRE, definition, due_ms, until_ms)
     return _planned(definition, next_ms, skip, sends=False)
 
 
 def _catch_up(
-    definition: Definition, due_ms: int, following_ms: int, now_ms: int, most: int
+    definition: Definition,
+    due_ms: int,
+    following_ms: int,
+    now_ms: int,
+    most: int,
+    is_sent: bool,
 ) -> Plan:
     """Send each run that was missed, but for those of more than so many: the oldest are skipped."""
-    dropped = _count(definition, due_ms, now_ms, due_ms) - most
+    after = _count(definition, due_ms, now_ms, due_ms)
+    first_ms, missed = (following_ms, after) if is_sent else (due_ms, after + 1)
+    dropped = missed - most
     if dropped <= 0:
         return _planned(definition, following_ms, at_ms=now_ms)
-    next_ms = _after_dropped(definition, due_ms, now_ms, dropped, most)
+    next_ms = _last_begin(definition, due_ms, now_ms, most)
     until_ms = now_ms if next_ms is None else min(next_ms - 1, now_ms)
-    skip = Skip(BACKLOG, dropped, following_ms, until_ms)
-    return _planned(definition, next_ms, skip, at_ms=now_ms)
+    skip = Skip(BACKLOG, dropped, first_ms, until_ms)
+    return _planned(definition, next_ms, skip, sends=is_sent, at_ms=now_ms)
 
 
-def _after_dropped(
-    definition: Definition, due_ms: int, now_ms: int, dropped: int, left: int
-) -> int | None:
-    """Return the run after so many dropped ones, the first of so many that are left."""
-    every_ms = definition.schedule.first_delay_ms
-    if every_ms is not None:  # a plain interval: there may be millions
-        last_ms = now_ms if definition.last_ms is None else min(now_ms, definition.last_ms)
-        return _run_after(definition, last_ms - left * every_ms, due_ms)
-    next_ms: int | None = due_ms
-    for _ in range(dropped + 1):
-        if next_ms is None:
-            break
-        next_ms = _run_after(definition, next_ms, due_ms)
-    return next_ms
+def _last_begin(definition: Definition, due_ms: int, now_ms: int, count: int) -> int | None:
+    """Return the first of so many runs that are the last until now, else the next one."""
+    if count == 0:
+        return _run_after(definition, now_ms, due_ms)
+    until_ms = now_ms if definition.last_ms is None else min(now_ms, definition.last_ms)
+    return definition.schedule.last_runs_begin(due_ms, until_ms, due_ms, count)
 
 
 def _skip(reason: str, definition: Definition, due_ms: int, until_ms: int) -> Skip:
@@ -359,7 +427,13 @@ def ask(
     return _planned(definition, _within(definition, max(now_ms, due_ms) + wait_ms), sends=runs)
 
 
-def upcoming(definition: Definition, state: TimerState | None, after_ms: int) -> Iterator[int]:
+def upcoming(
+    definition: Definition,
+    state: TimerState | None,
+    after_ms: int,
+    now_ms: int,
+    defaults: Defaults = _DEFAULTS,
+) -> Iterator[int]:
     """Yield the scheduled moments of the runs that come, as far as the timer goes.
 
     Args:
@@ -367,18 +441,37 @@ def upcoming(definition: Definition, state: TimerState | None, after_ms: int) ->
         state: the timer as it is stored; a paused one is taken as if it were resumed. None stands
             for a timer that is created at ``after_ms``.
         after_ms: the runs come after this moment.
+        now_ms: the server's time: what is owed by then comes as `plan` has it.
+        defaults: for what the timer's policy leaves open.
     """
-    due_ms = (
-        first_run(definition, after_ms) if state is None else _next_due(definition, state, after_ms)
-    )
-    max_runs, runs = definition.policy.max_runs, 0 if state is None else state.runs
-    anchor_ms = due_ms
-    while due_ms is not None and (max_runs is None or runs < max_runs):
-        if due_ms > after_ms:
-            yield due_ms
+    runs = 0 if state is None else state.runs
+    if state is None:
+        due_ms = first_run(definition, after_ms)
+    else:
+        due_ms = _next_due(definition, state, now_ms)
+        while due_ms is not None and due_ms <= now_ms:
+            owed = plan(definition, due_ms, now_ms, runs + 1, defaults=defaults)
+            if owed.sends and due_ms > after_ms:
+                yield due_ms
+            runs += owed.sends
+            due_ms = owed.next_due_ms
+    if due_ms is None:
+        return
+    anchor_ms, next_ms = due_ms, due_ms if due_ms > after_ms else None
+    if next_ms is None:
+        runs += 1 + _count(definition, due_ms, after_ms, due_ms)
+        next_ms = _run_after(definition, after_ms, due_ms)
+    max_runs = definition.policy.max_runs
+    while next_ms is not None and (max_runs is None or runs < max_runs):
+        yield next_ms
         runs += 1
-        assert anchor_ms is not None  # noqa: S101 - the first run is one
-        due_ms = _run_after(definition, due_ms, anchor_ms)
+        next_ms = _run_after(definition, next_ms, anchor_ms)
+
+
+def number_of(definition: Definition, state: TimerState, run_ms: int) -> int:
+    """Return the number that a run would have that is still to come, if none is missed."""
+    due_ms = run_ms if state.due_ms is None else state.due_ms
+    return state.runs + 1 + _count(definition, due_ms, run_ms, due_ms)
 
 
 def _next_due(definition: Definition, state: TimerState, now_ms: int) -> int | None:
@@ -411,7 +504,9 @@ def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
     with. A run that is out already, its commit refused, stays the next one: its owner only counts
     it.
     """
-    due_ms = state.due_ms
+    due_ms, max_runs = state.due_ms, definition.policy.max_runs
+    if max_runs is not None and state.runs >= max_runs:
+        return Plan(None)
     if due_ms is not None and due_ms == state.last_sent_ms:
         return Plan(due_ms)
     if due_ms is not None and due_ms > now_ms:
@@ -419,7 +514,7 @@ def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
     if due_ms is None:
         return _planned(definition, first_run(definition, now_ms))
     next_ms = _run_after(definition, now_ms, due_ms)
-    if next_ms is None and isinstance(definition.schedule, OneShot):
+    if next_ms is None and _is_single(definition):
         return _planned(definition, first_run(definition, now_ms))
     return _planned(definition, next_ms, _skip(PAUSED, definition, due_ms, now_ms))
 

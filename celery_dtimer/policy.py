@@ -5,13 +5,14 @@ What a policy leaves open (``None``) is decided when a run is due, by the `Defau
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta, tzinfo
 from typing import Any, NamedTuple
 
 from celery_dtimer import schedules
 from celery_dtimer.errors import invalid
+from celery_dtimer.zones import EPOCH
 
 _DAY_MS = 86_400_000
 _LONGEST_MS = 1000 * 365 * _DAY_MS
@@ -54,6 +55,9 @@ _COALESCE = "True or False"
 _MOMENTS = ("start_ms", "end_ms")
 _TIMES = ("jitter_ms", "grace_ms")
 
+_SAMPLED = 60  # gaps between runs that are looked at
+_SAMPLED_FROM_MS = 1_767_225_600_000  # from the first of January 2026 on
+
 #: The keywords that `parse_policy` takes.
 KEYWORDS = ("coalesce", *(number.keyword for number in _NUMBERS.values()))
 
@@ -89,9 +93,8 @@ class Policy:
         if self.coalesce is not None and not isinstance(self.coalesce, bool):
             raise invalid("coalesce", self.coalesce, _COALESCE)
         if self.start_ms is not None and self.end_ms is not None and self.end_ms < self.start_ms:
-            raise invalid(
-                "end_at", self.end_ms, f"a moment from start_at={self.start_ms} on, in ms"
-            )
+            start, end = (_as_given(name, getattr(self, name)) for name in _MOMENTS)
+            raise invalid("end_at", end, f"a moment from start_at={start} on")
 
     @property
     def window(self) -> str:
@@ -173,11 +176,47 @@ def check_policy(policy: Policy, schedule: schedules.Schedule) -> None:
         InvalidTimerError: with the field and what is accepted.
     """
     if isinstance(schedule, schedules.OneShot):
-        for keyword, value in (("start_at", policy.start_ms), ("max_runs", policy.max_runs)):
-            if value is not None:
-                raise invalid(keyword, value, "nothing: the timer runs once, at its moment")
-    if isinstance(schedule, schedules.Interval) and policy.jitter_ms >= schedule.every_ms:
-        raise invalid("jitter", policy.jitter_ms / 1000, "less than the timer's interval")
+        _refuse(policy, ("start_ms", "max_runs"), "nothing: the timer runs once, at its moment")
+    if isinstance(schedule, schedules.Custom):
+        fields = ("jitter_ms", "grace_ms", "coalesce", "max_catch_up")
+        _refuse(policy, fields, "nothing: the schedule's own code says when it runs")
+    if policy.jitter_ms:
+        shortest_ms = _shortest_gap(schedule)
+        if shortest_ms is not None and policy.jitter_ms >= shortest_ms:
+            accepted = (
+                f"less than the time between two runs, which is {shortest_ms / 1000:g} s here"
+            )
+            raise invalid("jitter", policy.jitter_ms / 1000, accepted)
+
+
+def _refuse(policy: Policy, names: Iterable[str], accepted: str) -> None:
+    for name in names:
+        value = getattr(policy, name)
+        if value != _DEFAULTS[name]:
+            keyword = _NUMBERS[name].keyword if name in _NUMBERS else name
+            raise invalid(keyword, _as_given(name, value), accepted)
+
+
+def _as_given(name: str, value: Any) -> Any:
+    """Return a value as a user would write it."""
+    if name in _MOMENTS:
+        return (EPOCH + timedelta(milliseconds=value)).isoformat()
+    return value / 1000 if name in _TIMES else value
+
+
+def _shortest_gap(schedule: schedules.Schedule) -> int | None:
+    """Return the shortest time between some runs in a row, None when there is but one."""
+    if isinstance(schedule, schedules.Interval):
+        return schedule.every_ms
+    first_ms = schedule.next_run_after(_SAMPLED_FROM_MS, _SAMPLED_FROM_MS)
+    gaps: list[int] = []
+    while first_ms is not None and len(gaps) < _SAMPLED:
+        next_ms = schedule.next_run_after(first_ms, first_ms)
+        if next_ms is None:
+            break
+        gaps.append(next_ms - first_ms)
+        first_ms = next_ms
+    return min(gaps, default=None)
 
 
 def _is_int(value: object) -> bool:

@@ -67,6 +67,15 @@ class Recurrence(ClockRule):
         """Return the first occurrence that is not before a time."""
         return self._pattern.next_wall(wall)
 
+    @property
+    def is_countable(self) -> bool:
+        """Whether the rule is regular enough, as most are."""
+        return self._pattern.is_countable
+
+    def count_walls(self, low: int, high: int) -> int:
+        """Return how many occurrences clocks show in ``[low, high)``."""
+        return self._pattern.count_walls(low, high)
+
     def describe(self) -> str:
         """Return for example "FREQ=DAILY from 2027-01-01T09:00:00 (Europe/Paris)"."""
         start = NAIVE_EPOCH + dt.timedelta(seconds=self._pattern.parts.start)

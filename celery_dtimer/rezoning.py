@@ -4,6 +4,9 @@ The service remembers by which zone they go. An instance whose app has another o
 declaration counts, goes through all timers, some at a time, and gives those of its app their
 schedule anew: the next run is the first one after now by the new zone, so that nothing bursts. A
 timer that is changed meanwhile is looked at again. Static timers are written by their declaration.
+
+Not promised: a timer that is created after that by a process whose app still has the old zone keeps
+that one until the zone changes again, or the timer is created again.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 
 from celery_dtimer.errors import InvalidTimerError
 from celery_dtimer.model import Definition, Lease, TimerState, decode_definition
+from celery_dtimer.schedules import has_clock
 from celery_dtimer.store import BATCH, Store
 
 logger = logging.getLogger(__name__)
@@ -92,12 +96,15 @@ class Rezoning:
         rezoned = self._rezoned(definition)
         if rezoned is None:
             return True
-        is_done = self._store.replace(state, rezoned)
+        is_done = self._store.replace(state, definition, rezoned, wakes=False)
         self._changed += is_done
         return is_done
 
     def _rezoned(self, definition: Definition) -> Definition | None:
+        """Return what a timer becomes, None when it stays."""
         schedule: Any = definition.schedule
-        if definition.zone_of != self._source or schedule.timezone == self._timezone:
+        if definition.zone_of != self._source or not has_clock(schedule):
+            return None
+        if schedule.timezone == self._timezone:
             return None
         return replace(definition, schedule=replace(schedule, timezone=self._timezone))

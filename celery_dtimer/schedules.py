@@ -19,7 +19,7 @@ from typing import Any
 from celery import schedules
 
 from celery_dtimer import recurrences, zones
-from celery_dtimer.crontabs import Crontab, expression_of
+from celery_dtimer.crontabs import Crontab, expression_of, looks_like_crontab
 from celery_dtimer.customs import Custom, custom_of
 from celery_dtimer.errors import InvalidTimerError, invalid
 from celery_dtimer.recurrences import Recurrence
@@ -35,6 +35,7 @@ __all__ = [
     "Schedule",
     "Solar",
     "decode",
+    "has_clock",
     "is_text",
     "moment_ms",
     "names_zone",
@@ -56,6 +57,7 @@ _SOLAR_EVENTS = (
     *("sunset", "dusk_civil", "dusk_nautical", "dusk_astronomical"),
 )
 _LENGTH = "at least 0.1 s and at most 1000 years"
+_ONCE = "a moment from 1970 to 9998"  # a timer's state has no moment before 1970
 _SCHEDULE = (
     "seconds, a timedelta, a datetime, a cron expression, an iCalendar rule or dateutil's rrule, "
     "or Celery's own schedule, crontab or solar"
@@ -77,8 +79,8 @@ class OneShot(Schedule):
     at_ms: int
 
     def __post_init__(self) -> None:
-        if not _is_int(self.at_ms) or not _FIRST_MS <= self.at_ms < _LAST_MS:
-            raise invalid("at", self.at_ms, "milliseconds since 1970, within the years 2 to 9998")
+        if not _is_int(self.at_ms) or not 0 <= self.at_ms < _LAST_MS:
+            raise invalid("at", self.at_ms, f"milliseconds since 1970, of {_ONCE}")
 
     def first_run(self, now_ms: int) -> int | None:
         """Return the moment, also when it has passed."""
@@ -160,6 +162,17 @@ class Interval(Schedule):
             return Schedule.count_between(self, after_ms, until_ms, anchor_ms)
         anchor, step = anchor_ms // unit * unit, self.every_ms // unit * unit
         return max(0, (until_ms - anchor) // step - (after_ms - anchor) // step)
+
+    def last_runs_begin(
+        self, after_ms: int, until_ms: int, anchor_ms: int, count: int
+    ) -> int | None:
+        """Return the slot with which the last ones begin; arithmetic unless by a clock."""
+        unit = self._unit
+        if unit >= _HOUR:
+            return Schedule.last_runs_begin(self, after_ms, until_ms, anchor_ms, count)
+        step = self.every_ms // unit * unit
+        slot = _last_slot(until_ms, anchor_ms // unit * unit, step) - (count - 1) * step
+        return slot if count > 0 and slot > after_ms else None
 
     def _local_ms(self, moment_ms: int) -> int:
         return moment_ms + zones.offset_at(self.timezone, moment_ms // _SECOND) * _SECOND
@@ -373,14 +386,20 @@ def parse(
 
 def is_text(text: str) -> bool:
     """Say whether a text is meant as a schedule, right or wrong, and not as a name."""
-    words = text.split()
-    if "FREQ=" in text.upper() or text.strip().startswith("@") or "*" in words:
+    if "FREQ=" in text.upper() or text.strip().startswith("@") or "*" in text.split():
+        return True
+    if looks_like_crontab(text):
         return True
     try:
         Crontab(text)
     except InvalidTimerError:
         return False
     return True
+
+
+def has_clock(rule: Schedule) -> bool:
+    """Say whether it matters to a rule in which time zone it goes."""
+    return isinstance(rule, ClockRule) or (isinstance(rule, Interval) and rule.relative)
 
 
 def names_zone(value: Any) -> bool:
@@ -441,7 +460,10 @@ def _rule(
     if isinstance(value, str):
         return _crontab(value, zone_in_force())
     if isinstance(value, dt.datetime):
-        return OneShot(moment_ms("schedule", value, zone or default))
+        at_ms = moment_ms("schedule", value, zone or default)
+        if at_ms < 0:
+            raise invalid("schedule", value, _ONCE)
+        return OneShot(at_ms)
     return _interval(value, zone_in_force() if relative else None)
 
 

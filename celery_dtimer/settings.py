@@ -155,7 +155,7 @@ def _prefix(app: Celery) -> str:
     return str(getattr(app.conf, "prefix", "") or "").lower()
 
 
-def _defaults(conf: Mapping[str, Any], deadline: float | None) -> Defaults:
+def _defaults(conf: Mapping[str, Any], deadline: object) -> Defaults:
     """Return what holds for timers that do not say otherwise; ``deadline`` is Celery's own."""
     name = "dtimer_coalesce"
     if not isinstance(conf[name], bool):
@@ -163,10 +163,18 @@ def _defaults(conf: Mapping[str, Any], deadline: float | None) -> Defaults:
     return Defaults(
         coalesce=conf[name],
         grace_ms=_grace_ms("dtimer_misfire_grace_time", conf),
-        # Even what is sent in time is some milliseconds late.
-        cron_grace_ms=None if deadline is None else max(round(deadline * 1000), SHORTEST_GRACE_MS),
+        cron_grace_ms=_deadline_ms(deadline),
         max_catch_up=_whole("dtimer_max_catch_up", conf, MOST_CATCH_UP),
     )
+
+
+def _deadline_ms(deadline: object) -> int | None:
+    """Return Celery's own grace of crontabs; even what is sent in time is some ms late."""
+    if deadline is None:
+        return None
+    name = "beat_cron_starting_deadline"
+    deadline_ms = round(_seconds(name, {name: deadline}, zero=True) * 1000)
+    return min(max(deadline_ms, SHORTEST_GRACE_MS), LONGEST_GRACE_MS)
 
 
 def _grace_ms(name: str, conf: Mapping[str, Any]) -> int | None:

@@ -43,6 +43,7 @@ from celery_dtimer import planning
 from celery_dtimer.errors import (
     ConflictError,
     FencedError,
+    InvalidTimerError,
     SettingsError,
     StoreError,
     StoreUnavailableError,
@@ -55,6 +56,7 @@ from celery_dtimer.model import (
     Instance,
     Timer,
     TimerState,
+    decode_definition,
     timer_id,
     to_datetime,
 )
@@ -754,7 +756,8 @@ class Store:
 
         try:
             for batch in _sized_chunks(definitions):
-                now_ms = self.now_ms() if any(map(planning.needs_time, batch)) else 0
+                asks = bool(last_runs_ms) or any(map(planning.needs_time, batch))
+                now_ms = self.now_ms() if asks else 0
                 writing.append(self._begin_write(batch, arm, static_source, now_ms))
                 if len(writing) > 1:  # the server works on one batch while the next is made
                     changed += finish_first()
@@ -769,13 +772,24 @@ class Store:
         for batch in _chunks(unread, _UPSERTS):
             self._begin_write(batch, _BrokenEntry.arm, encode_name(source))()
 
-    def replace(self, state: TimerState, definition: Definition) -> bool:
-        """Give a timer another definition; return False when it is not in this state any more."""
-        arming = planning.arm(definition, state, self.now_ms())
-        return (
-            arming is None
-            or not self._begin_upsert([(definition, state, arming)], state.source)()[1]
-        )
+    def replace(
+        self, state: TimerState, old: Definition, definition: Definition, *, wakes: bool = True
+    ) -> bool:
+        """Give a timer another definition; return False when it is not in this state any more.
+
+        Args:
+            state: as it was read.
+            old: the definition that it has had.
+            definition: the new one.
+            wakes: a stopped or broken timer may become active.
+        """
+        now_ms = self.now_ms()
+        arming = planning.arm(definition, state, now_ms, wakes=wakes)
+        if arming is None:
+            return True
+        if not arming.keeps_due:
+            arming = arming._replace(skip=planning.given_up(old, state, now_ms))
+        return not self._begin_upsert([(definition, state, arming)], state.source)()[1]
 
     def _begin_write(
         self,
@@ -807,13 +821,31 @@ class Store:
                 at_ms, refused = waiting()
                 changed += len(written) - len(refused)
                 read = [(written[place][0], state) for place, state in refused.items()]
-                written = armed(read, at_ms)
+                written = self._with_skips(armed(read, at_ms), at_ms)
                 if not written:
                     break
                 waiting = self._begin_upsert(written, source)
             return changed
 
         return finish
+
+    def _with_skips(
+        self, rows: list[tuple[_Stored, TimerState | None, planning.Arming]], now_ms: int
+    ) -> list[tuple[_Stored, TimerState | None, planning.Arming]]:
+        """Return rows with the runs that are given up for another schedule: the old one tells."""
+        overdue = {
+            state.id: state
+            for _, state, arming in rows
+            if state is not None and not arming.keeps_due and (state.due_ms or now_ms) < now_ms
+        }
+        skips: dict[str, planning.Skip | None] = {}
+        for id, blob in zip(overdue, self.definitions(list(overdue)), strict=True):
+            with contextlib.suppress(InvalidTimerError):  # then nobody knows which they were
+                if blob is not None:
+                    skips[id] = planning.given_up(decode_definition(blob), overdue[id], now_ms)
+        return [
+            (each, state, arming._replace(skip=skips.get(each.id))) for each, state, arming in rows
+        ]
 
     def _begin_upsert(
         self, rows: Sequence[_Row], source: str
@@ -823,7 +855,7 @@ class Store:
         That is the server's time, and the state of each timer that is not as it was read.
         """
         arguments = [text for row in rows for text in _upsert_arguments(*row)]
-        answer = self._begin("upsert", source, self.settings.history, *arguments)
+        answer = self._begin("upsert", source, self._kept, *arguments)
 
         def finish() -> tuple[int, dict[int, TimerState | None]]:
             now_ms, *refused = answer()
@@ -1097,9 +1129,10 @@ def _upsert_arguments(
     anew = int(
         state is not None and state.is_finished and planning.is_rescheduled(state, stored.revision)
     )
+    given_up = "-" if arming.skip is None else ":".join(map(str, arming.skip))
     head = (stored.id, stored.revision, arming.status, _due(arming), arming.jitter_ms, anew)
     return (
-        f"{' '.join(map(str, head))} {arming.reason}",
+        f"{' '.join(map(str, head))} {given_up} {arming.reason}",
         f"{state.revision} {state.status}" if state else "",
         stored.blob,
     )
@@ -1109,7 +1142,7 @@ def _due(arming: planning.Arming) -> str:
     if arming.delay_ms is not None:
         return f"+{arming.delay_ms}"
     if arming.keeps_due:
-        return "keep"
+        return "keep" if arming.due_ms is None else f"keep:{arming.due_ms}"
     return "-" if arming.due_ms is None else str(arming.due_ms)
 
 

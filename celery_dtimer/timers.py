@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import os
 import threading
@@ -18,7 +19,7 @@ from celery.schedules import BaseSchedule
 
 from celery_dtimer import consistency, history, planning, schedules
 from celery_dtimer.canvas import is_canvas, parts_of
-from celery_dtimer.declarations import declare, definition_of
+from celery_dtimer.declarations import declare
 from celery_dtimer.errors import (
     ConflictError,
     DistributedTimerError,
@@ -42,6 +43,7 @@ from celery_dtimer.model import (
     timer_id,
     to_datetime,
 )
+from celery_dtimer.policy import check_policy, parse_policy
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store, attempts
@@ -176,12 +178,13 @@ class DistributedTimer:
         timer_fields: dict[str, Any] = {
             key: options.pop(key) for key in sorted(_FIELDS - _REQUIRED_FIELDS) if key in options
         }
-        if timer_fields and schedule is None:
-            raise invalid(
-                next(iter(timer_fields)),
-                timer_fields,
-                "a schedule beside it: it belongs to the static timer",
-            )
+        for field, value in timer_fields.items():
+            if schedule is None:
+                raise invalid(field, value, "a schedule beside it: it belongs to the static timer")
+        for option in options if schedule is not None else ():
+            close = difflib.get_close_matches(option, _FIELDS, 1, 0.8)
+            if close and not hasattr(Task, option):
+                raise invalid("option", option, f"{close[0]!r}, which has nearly this name")
         options.setdefault("name", self.app.gen_task_name(function.__name__, function.__module__))
         decorator: Any = self.app.task(bind=True, **options)
         once = [] if keep_ms is None else [partial(self._claims.claim, keep_ms=keep_ms)]
@@ -189,7 +192,7 @@ class DistributedTimer:
         self._register(short_name, task)  # unread: a task is made when Celery's app is complete
         if schedule is not None:
             entry: dict[str, Any] = {"task": options["name"], "schedule": schedule, **timer_fields}
-            definition_of(self.app, short_name, entry)  # a bad one shows here
+            _check_timing(schedule, timer_fields)  # a bad one shows here
             declare(self.app, short_name, entry)
         return task
 
@@ -599,14 +602,17 @@ class DistributedTimer:
         if after is not None:
             after_ms = schedules.moment_ms("after", after, timezone or self.app.timezone)
         definition, state = self._previewed(timer_or_schedule, timezone, timing)
+        now_ms = time.time_ns() // 1_000_000 if state is None else self.store.now_ms()
         if after_ms is None:
-            after_ms = time.time_ns() // 1_000_000 if state is None else self.store.now_ms()
+            after_ms = now_ms
             if state is not None and state.status == "active" and state.due_ms is not None:
                 after_ms = min(after_ms, state.due_ms - 1)
-        own_zone = getattr(definition.schedule, "timezone", None)
+        clock = definition.schedule
+        own_zone = getattr(clock, "timezone", None) if schedules.has_clock(clock) else None
         zone = zone_of(zone_name(timezone or own_zone or self.app.timezone))
-        moments = islice(planning.upcoming(definition, state, after_ms), n)
-        return [to_datetime(moment_ms).astimezone(zone) for moment_ms in moments]
+        defaults = Settings.from_app(self.app, self._service).defaults
+        runs = planning.upcoming(definition, state, after_ms, now_ms, defaults)
+        return [to_datetime(moment_ms).astimezone(zone) for moment_ms in islice(runs, n)]
 
     def _previewed(
         self,
@@ -623,6 +629,8 @@ class DistributedTimer:
         if isinstance(name, Timer):
             name = name.id
         if isinstance(name, str) and not schedules.is_text(name):
+            for keyword, value in timing.items():
+                raise invalid(keyword, value, "nothing: a timer has its own")
             state = self._resolve(name)
             blob = self.store.definitions([state.id])[0]
             if blob is None:
@@ -682,7 +690,7 @@ class DistributedTimer:
                     f"timer {shown(timer)} is taken from its beat's code: change it there"
                 )
             changed = self._changed(definition, changes)
-            if self.store.replace(state, changed):
+            if self.store.replace(state, definition, changed):
                 break
         return self._timer_of(timer, state.id)
 
@@ -824,6 +832,26 @@ class DistributedTimer:
 
 _REQUIRED_FIELDS = frozenset({"name", "schedule", "callback"})
 _FIELDS = _REQUIRED_FIELDS | KEYWORDS | {"args", "kwargs"}  # all others are options of the message
+
+
+def _check_timing(schedule: Any, keywords: Mapping[str, Any]) -> None:
+    """Refuse what cannot be of a static timer; the app may not be configured yet.
+
+    Raises:
+        InvalidTimerError: with the field and what is accepted.
+    """
+    timezone = keywords.get("timezone")
+    rules = parse_policy(keywords, timezone or "UTC")
+    rule = schedules.parse(
+        schedule,
+        timezone=timezone,
+        default_timezone="UTC",
+        relative=bool(keywords.get("relative")),
+        dst=keywords.get("dst"),
+        start_ms=rules.start_ms,
+        bound=True,
+    )
+    check_policy(rules, rule)
 
 
 def _names_a_task(task: object) -> bool:

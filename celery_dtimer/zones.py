@@ -4,24 +4,27 @@ Local time is computed from the periods between two changes of a zone's clocks (
 that all arithmetic is on whole seconds and the zone data is read once per zone and year.
 
 Two words: a *moment* is seconds since 1970, a *wall* is what a clock shows, in seconds since it
-would have shown 1970. `next_moment` turns a rule about walls into moments; what it does where
-clocks change is a policy (`POLICIES`). Put forward, clocks leave walls out (a gap); put back, they
-show walls a second time (a fold).
+would have shown 1970. `next_moment` turns a rule about walls into moments, `count_moments` says
+how many they are; what both do where clocks change is a policy (`POLICIES`). Put forward, clocks
+leave walls out (a gap); put back, they show walls a second time (a fold).
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 from zoneinfo import ZoneInfo
 
+from celery.utils.time import LocalTimezone
 from dateutil import tz
 
-from celery_dtimer.errors import invalid
+from celery_dtimer.errors import InvalidTimerError, invalid
 
 DAY = 86_400
 UTC = dt.timezone.utc
@@ -33,9 +36,23 @@ LAST = (dt.datetime(9999, 1, 1, tzinfo=UTC) - EPOCH) // _SECOND
 
 # No offset reaches a day, so clocks never differ by more, nor are changed by more.
 _NEAR = 2 * DAY
+_NAMED = (
+    "a zone that can be named: set Celery's timezone, or the environment variable TZ, to an IANA "
+    "name such as 'Europe/Paris'"
+)
 _ZONE = "an IANA name such as 'Europe/Paris', 'UTC', an offset such as '+05:30', or such a tzinfo"
 
 NextWall = Callable[[int], "int | None"]
+
+
+class Walls(Protocol):
+    """A rule about what clocks show."""
+
+    def next_wall(self, wall: int, /) -> int | None:
+        """Return the first matching wall that is not before one, ``None`` if there is none."""
+
+    def count_walls(self, low: int, high: int, /) -> int:
+        """Return how many walls match in ``[low, high)``."""
 
 
 # --- names ----------------------------------------------------------------------------------
@@ -84,9 +101,39 @@ def zone_name(zone: object) -> str:
 def _name_of(zone: dt.tzinfo) -> object:
     if isinstance(zone, tz.tzutc):
         return "UTC"
+    if isinstance(zone, LocalTimezone):
+        return _name_of_local(zone)
     if isinstance(zone, tz.tzfile):  # of dateutil, which knows only where it has read the zone
         return str(getattr(zone, "_filename", "")).rpartition("zoneinfo/")[2]
     return getattr(zone, "key", None) or getattr(zone, "zone", None)  # zoneinfo's, pytz's
+
+
+def _name_of_local(zone: Any) -> str:
+    """Return the name of the machine's zone, of which Celery's object knows only offsets.
+
+    Raises:
+        InvalidTimerError: If it has none that is known, and its clocks change.
+    """
+    place = os.environ.get("TZ")  # goes before what the machine is set to, in the process's clock
+    place = (_configured_zone() if place is None else place).lstrip(":")
+    if os.path.isabs(place):
+        place = os.path.realpath(place).rpartition("zoneinfo/")[2]
+    with suppress(InvalidTimerError):  # TZ may hold a rule instead of a name
+        zone_of(place)
+        return place
+    if zone.STDOFFSET != zone.DSTOFFSET:
+        raise invalid("timezone", zone, _NAMED)
+    return zone_name(dt.timezone(zone.STDOFFSET))
+
+
+def _configured_zone() -> str:
+    """Return the zone that the machine is set to, by name or as the file that describes it."""
+    # Not all versions of Celery bring tzlocal; a KeyError is that the machine names two zones.
+    with suppress(ImportError, KeyError):
+        import tzlocal
+
+        return tzlocal.get_localzone_name() or "/etc/localtime"
+    return "/etc/localtime"
 
 
 # --- periods --------------------------------------------------------------------------------
@@ -175,11 +222,12 @@ class _Policy(NamedTuple):
     twice: bool
 
 
+_LATER = "later by its length"
 #: What a rule of fixed times may do where clocks change.
 POLICIES = {
     "cron": _Policy("when it ends", twice=False),
     "skip": _Policy("never", twice=False),
-    "shift": _Policy("later by its length", twice=False),
+    "shift": _Policy(_LATER, twice=False),
     "both": _Policy("when it ends", twice=True),
 }
 DEFAULT_POLICY = "cron"
@@ -268,3 +316,55 @@ def _in_gap(
         return None if wall is None or wall >= begin else start
     wall = next_wall(reached + max(0, after - start))
     return None if wall is None or wall >= begin else start + wall - reached
+
+
+def count_moments(timezone: str, low: int, high: int, rule: Walls, dst: str | None) -> int:
+    """Return how many moments there are in ``[low, high)`` at which a rule runs.
+
+    Between two changes moments differ from walls by the offset. Where clocks are put back, walls
+    count once only if they are beyond all that was shown before; what a gap has left out is one
+    run at its end. Only what is put off by the length of a gap may meet what is on time, so it is
+    gone through.
+    """
+    period = _period_at(timezone, low)
+    if period is not None and low - period.start >= _NEAR and low <= high <= period.end:
+        return rule.count_walls(low + period.offset, high + period.offset)
+    policy = _SHOWN if dst is None else POLICIES[dst]
+    count, settled = 0, low
+    reached: int | None = None
+    for start, end, offset in _periods_from(timezone, low - _NEAR):
+        if start >= high:
+            break
+        begin = start + offset
+        reached = begin if reached is None else reached
+        if policy.gap == _LATER and reached < begin:
+            settled = max(settled, start + begin - reached)
+        first, last = max(start, low), min(end, high)
+        if first < settled and first < last:
+            count += _count_steps(timezone, first, min(last, settled), rule, dst)
+            first = settled
+        shown = first + offset
+        from_wall = shown if policy.twice else max(shown, reached)
+        if from_wall < last + offset:
+            count += rule.count_walls(from_wall, last + offset)
+        if policy.gap == "when it ends" and start >= low:
+            count += _is_end_apart(reached, begin, rule)
+        reached = max(reached, end + offset)
+    return count
+
+
+def _count_steps(timezone: str, low: int, high: int, rule: Walls, dst: str | None) -> int:
+    count = 0
+    moment = next_moment(timezone, low, rule.next_wall, dst)
+    while moment is not None and moment < high:
+        count += 1
+        moment = next_moment(timezone, moment + 1, rule.next_wall, dst)
+    return count
+
+
+def _is_end_apart(reached: int, begin: int, rule: Walls) -> bool:
+    """Say whether something that a gap has left out runs at its end, where nothing else does."""
+    if reached >= begin:
+        return False
+    wall = rule.next_wall(reached)
+    return wall is not None and wall < begin and rule.next_wall(begin) != begin

@@ -26,7 +26,7 @@
 --   of the last two nothing of the timer was written.
 -- Returns the number -1 when the epoch is over, -3 when the server is not the broker's: then nothing was written, but for
 --   a published run of an epoch that is over: like every published run whose commit is refused, it is remembered in its
---   timer as last_sent, if it is the same creation.
+--   timer as last_sent, if it is the same creation, and counted if the timer goes by another schedule by now.
 -- A call with the number of the last one (its reply was lost) gets its codes, and changes nothing.
 -- Worst case: O(timers of the call * log timers), and their messages.
 
@@ -220,6 +220,18 @@ local function settle(timer, name, row, due, done, detail, to, from)
   return 1
 end
 
+-- Count a run that was published for a timer that goes by another schedule by now: nobody comes upon it any more.
+local function count_sending(timer, name, row, due)
+  local more = fields(name, 'last_run', 'passed', 'parent')
+  local counted = math.max(number(more[1], -1), number(more[2], -1))
+  if number(row[5], 0) > tonumber(due) and tonumber(due) > counted and not more[3] then
+    local run = whole(number(row[6], 0) + 1)
+    call('HSET', name, 'last_run', due, 'runs', run)
+    counts.run = counts.run + 1
+    note_sent(timer, due, run)
+  end
+end
+
 local codes, errors = {}, {}
 while position <= #ARGV do
   local timer, read, done, detail = ARGV[position], ARGV[position + 1], ARGV[position + 2], ARGV[position + 3]
@@ -261,10 +273,15 @@ while position <= #ARGV do
     local created, due = string.match(read, '^(%S+) %S+ (%S+)$')
     if row[3] == created and tonumber(due) > number(row[7], -1) then
       call('HSET', name, 'last_sent', due)
+      count_sending(timer, name, row, due)
     end
   end
   codes[#codes + 1] = code
 end
+if counts.run > 0 then
+  count('sent', counts.run)
+end
+write_history(id, kept_history)
 if not live then
   return FENCED
 end
@@ -282,8 +299,4 @@ for name, by in pairs({sent = counts.run, skipped = passed, refused = counts.ref
     call('HINCRBY', instance, name, by)
   end
 end
-if counts.run > 0 then
-  count('sent', counts.run)
-end
-write_history(id, kept_history)
 return {answer, next_due()}

@@ -20,7 +20,7 @@ at, due = whole(math.max(at, due)), whole(due)
 redis.call('HSET', timer, 'status', 'active', 'due', due, 'at', at)
 redis.call('HDEL', timer, 'reason', 'attempts')
 if ARGV[7] ~= '0' then
-  note_skipped(id, 'paused', ARGV[7], ARGV[8], ARGV[9])
+  note_passed(id, 'paused', ARGV[7], ARGV[8], ARGV[9])
 end
 redis.call('ZREM', INACTIVE, id)
 redis.call('ZADD', QUEUE, at, id)

@@ -1,21 +1,24 @@
 -- Create timers, or replace their definitions.
 -- KEYS[1] meta   KEYS[2] never
--- ARGV[1] now or ""   ARGV[2] source ("" not static)   ARGV[3] entries that the history keeps
+-- ARGV[1] now or ""   ARGV[2] source ("" not static)
+-- ARGV[3] ms that a timer without a run left is kept, blank, entries that the history keeps
 -- then per timer, three values:
---   "<id> <new revision> <new status> <due> <jitter> <anew> <reason>": due is in ms, "+ms" after now, "keep" as stored or
---     "-" none; it is looked at so many ms of jitter later; anew is 1 for a new creation of what is stored, else 0
+--   "<id> <new revision> <new status> <due> <jitter> <anew> <given up> <reason>": due is in ms, "+ms" after now, "keep" as
+--     stored or "-" none; it is looked at so many ms of jitter later, with "keep:<ms>" only if that is what is stored; anew
+--     is 1 for a new creation of what is stored, else 0; given up are runs that have come, "-" or "<why>:<how many>:<from>:<until>"
 --   "<revision> <status>" as they were read, "" for none
 --   definition
 -- Returns {now}, and for each timer that is not as it was read its place in the call, from 0, and its hash, empty when
 -- there is no timer: then nothing of it was written.
--- A due time is later than the timer's last run, whatever was asked for. A run that was due and is given up for it counts as
--- superseded.
+-- A due time is later than the timer's last run, whatever was asked for. Runs that are given up are counted if the first of
+-- them still is the one that is due, and its owner is not about to publish it.
 -- Worst case: O(instances + timers of the call * log timers).
 
 local FIRST, STRIDE = 4, 3 -- the first timer's values, and how many each has
-local HEAD = '^(%S+) (%S+) (%S+) (%S+) (%d+) ([01]) (.*)$'
+local HEAD = '^(%S+) (%S+) (%S+) (%S+) (%d+) ([01]) (%S+) (.*)$'
 local NONE = {}
 local now, source = whole(NOW), ARGV[2]
+local keep, kept_history = string.match(ARGV[3], '^(%d+) (%d+)$')
 local choose = placement(candidates())
 local timers, queued, owned, definitions = {}, {}, {}, {}
 
@@ -40,8 +43,11 @@ end
 local function moments(row, status, due, jitter, anew)
   if due == '-' then
     return nil
-  elseif due == 'keep' then
+  elseif string.sub(due, 1, 4) == 'keep' then
     local kept = row.due or status == 'active' and now or nil
+    if kept and 'keep:' .. kept == due then
+      return kept, whole(number(kept, NOW) + jitter)
+    end
     return kept, kept and whole(number(row.at, number(kept, NOW)))
   end
   local moment = tonumber(due) + (string.sub(due, 1, 1) == '+' and NOW or 0)
@@ -51,11 +57,17 @@ local function moments(row, status, due, jitter, anew)
   return whole(moment), whole(moment + jitter)
 end
 
--- Count a run that has come and is given up, because its timer now goes by another schedule.
-local function supersede(id, row)
-  local due = tonumber(row.due)
-  if due and due <= NOW and row.status == 'active' and row.last_sent ~= row.due then
-    note_skipped(id, 'superseded', 1, whole(due), whole(due))
+-- Says whether the owner of a timer has read it, and may be publishing its run.
+local function in_flight(id, owner)
+  local ids = owner and fields(key('instance', owner), 'in_flight')[1]
+  return ids and string.find(' ' .. ids .. ' ', ' ' .. id .. ' ', 1, true)
+end
+
+-- Count the runs that have come and do not happen.
+local function give_up(id, row, given_up)
+  local reason, runs, first, last = string.match(given_up, '^(%a+):(%d+):(%d+):(%d+)$')
+  if reason and row.due == first and row.last_sent ~= first and not in_flight(id, row.owner) then
+    note_passed(id, reason, runs, first, last)
   end
 end
 
@@ -73,16 +85,14 @@ local function declare(timer, id, row)
   end
 end
 
-local function write(timer, row, id, revision, status, due, jitter, anew, reason)
+local function write(timer, row, id, revision, status, due, jitter, anew, given_up, reason)
   local created = now
   if row.revision and anew == '0' then
     created = whole(number(row.created, NOW))
   elseif not all_new then
     redis.call('DEL', timer)
   end
-  if due ~= 'keep' then
-    supersede(id, row)
-  end
+  give_up(id, row, given_up)
   local at
   due, at = moments(row, status, due, tonumber(jitter), anew)
   if status == 'active' then
@@ -103,6 +113,9 @@ local function write(timer, row, id, revision, status, due, jitter, anew, reason
       redis.call('HDEL', timer, 'due', 'at')
     end
     set_aside(id, row.owner, status, reason)
+    if status == 'stopped' and reason == 'ended' and source == '' then
+      redis.call('ZADD', INACTIVE, whole(NOW + keep), id)
+    end
   end
   declare(timer, id, row)
 end
@@ -112,9 +125,9 @@ for place, timer in ipairs(timers) do
   local i = FIRST + STRIDE * (place - 1)
   local row = read(timer)
   if (row.revision and row.revision .. ' ' .. (row.status or '') or '') == ARGV[i + 1] then
-    local id, revision, status, due, jitter, anew, reason = string.match(ARGV[i], HEAD)
+    local id, revision, status, due, jitter, anew, given_up, reason = string.match(ARGV[i], HEAD)
     add(definitions, key('timer_definition', id), ARGV[i + 2])
-    write(timer, row, id, revision, status, due, jitter, anew, reason)
+    write(timer, row, id, revision, status, due, jitter, anew, given_up, reason)
   else
     local found = row.revision and redis.pcall('HGETALL', timer) or NONE
     add(answer, place - 1, found)
@@ -127,6 +140,6 @@ if #queued > 0 then
   redis.call('ZADD', QUEUE, unpack(queued))
 end
 hand_out(owned)
-write_history('', ARGV[3])
+write_history('', kept_history)
 send_wake_ups()
 return answer

@@ -157,7 +157,15 @@ def test_a_timer_is_previewed_from_its_next_run(timers: Timers) -> None:
 def test_a_run_that_is_owed_comes_first(timers: Timers) -> None:
     timers.create_timer("a", 10, "record")
     timers.clock.advance(25)
-    assert seconds(timers.preview("a", 2)) == [10, 20]
+    assert seconds(timers.preview("a", 3)) == [10, 30, 40]
+    timers.update_timer("a", coalesce=False)
+    assert seconds(timers.preview("a", 3)) == [10, 20, 30]
+
+
+def test_a_far_moment_is_previewed_at_once(timers: Timers) -> None:
+    timers.create_timer("a", 1, "record")
+    after = START + timedelta(days=3650)
+    assert seconds(timers.preview("a", 1, after=after)) == [3650 * 86400 + 1]
 
 
 def test_what_does_not_run_has_no_moments(timers: Timers) -> None:
@@ -190,6 +198,7 @@ def test_a_timer_may_be_named_like_a_schedule_only_by_its_id(timers: Timers) -> 
         (10, {"dst": "skip"}, "dst"),
         (10, {"queue": "q"}, "queue"),
         (10, {"max_runs": 0}, "max_runs"),
+        ("0 25 1 1 1", {}, "hour"),
         (object(), {}, "schedule"),
     ],
 )
@@ -198,6 +207,12 @@ def test_what_cannot_be_previewed_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidTimerError, match=f"^{field}="):
         timers.preview(schedule, **keywords)
+
+
+def test_a_timer_has_its_own_bounds(timers: Timers) -> None:
+    timers.create_timer("a", 10, "record")
+    with pytest.raises(InvalidTimerError, match=r"^max_runs=3"):
+        timers.preview("a", max_runs=3)
 
 
 def test_a_timer_that_is_not_there_is_not_found(timers: Timers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -15,7 +16,7 @@ from celery_dtimer.model import Lease, to_datetime
 from celery_dtimer.rezoning import Rezoning
 from celery_dtimer.store import Store
 from tests.conftest import MakeApp
-from tests.integration.conftest import MakeService, Service
+from tests.integration.conftest import START_MS, MakeService, Service
 
 UTC = timezone.utc
 
@@ -102,6 +103,36 @@ def test_a_run_that_is_due_when_the_zone_changes_is_counted(deployment: Deployme
     assert timer.next_run_at == datetime(2025, 6, 16, 7, tzinfo=UTC)
 
 
+def test_what_does_not_run_gets_the_zone_and_is_not_woken(deployment: Deployment) -> None:
+    timers = deployment.timers("UTC")
+    deployment.deploy("UTC", "a")
+    timers.create_timer("stopped", "0 9 * * *", "record")
+    timers.stop_timer("stopped")
+    deployment.deploy("Asia/Tokyo", "b")
+    timer = timers.get_timer("stopped")
+    assert timer.status == "stopped"
+    timers.resume_timer("stopped")
+    assert timers.get_timer("stopped").next_run_at == datetime(2025, 6, 16, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    "schedule", [{"at": START_MS}, {"solar": ["sunset", 48, 2]}, {"custom": "a.B"}, {"every": 100}]
+)
+def test_a_schedule_edited_by_hand_stops_nobody(
+    deployment: Deployment, schedule: dict[str, Any]
+) -> None:
+    timers = deployment.timers("UTC")
+    deployment.deploy("UTC", "a")
+    id = timers.create_timer("edited", "0 9 * * *", "record")
+    timers.create_timer("other", "0 9 * * *", "record")
+    blob = {"name": "edited", "task": "record", "schedule": schedule, "zone_of": "orders"}
+    definitions = deployment.service.keys("timer_definition", id)
+    deployment.service.redis.set(definitions, json.dumps(blob))
+    deployment.deploy("Asia/Tokyo", "b")
+    assert timers.get_timer("other").next_run_at == datetime(2025, 6, 16, tzinfo=UTC)
+    assert deployment.service.store.timezone_of("orders") == "Asia/Tokyo"
+
+
 def test_static_timers_are_written_by_their_declaration(deployment: Deployment) -> None:
     entry = {"task": "t", "schedule": crontab(hour=9, minute=0)}
     deployment.deploy("UTC", "a", daily=entry)
@@ -156,10 +187,10 @@ def test_a_timer_that_changes_meanwhile_is_looked_at_again(
     static.reconcile(lease)
     replace = Store.replace
 
-    def overtaken(store: Store, *args: Any) -> bool:
+    def overtaken(store: Store, *args: Any, **options: Any) -> bool:
         monkeypatch.setattr(Store, "replace", replace)
         timers.update_timer("default", args=["meanwhile"])
-        return replace(store, *args)
+        return replace(store, *args, **options)
 
     monkeypatch.setattr(Store, "replace", overtaken)
     assert static.step(lease)

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from celery_dtimer.errors import FencedError
-from celery_dtimer.model import UNASSIGNED, new_trigger_id
+from celery_dtimer.model import UNASSIGNED, Definition, new_trigger_id
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.store import (
     DueTimer,
@@ -890,19 +890,24 @@ def test_rezoned_of_another_epoch_is_fenced(service: Service) -> None:
 Row = tuple[str, str, str, str, str, object, str, str]
 
 
-HISTORY = 100  # entries that are kept
+KEPT = "60000 100"  # ms of a timer that has ended, entries of the history
 
 
 def _upsert_all(
-    service: Service, *rows: Row, source: str = "", jitter: int = 0, anew: int = 0
+    service: Service,
+    *rows: Row,
+    source: str = "",
+    jitter: int = 0,
+    anew: int = 0,
+    given_up: str = "-",
 ) -> list[Any]:
     """Write timers as they are to be after how they were read; return what the script answers."""
     arguments = []
     for id, read_revision, read_status, revision, status, due, reason, blob in rows:
-        arguments.append(f"{id} {revision} {status} {due} {jitter} {anew} {reason}")
+        arguments.append(f"{id} {revision} {status} {due} {jitter} {anew} {given_up} {reason}")
         arguments.append(f"{read_revision} {read_status}" if read_revision else "")
         arguments.append(blob)
-    return list(service.store._call("upsert", source, HISTORY, *arguments))
+    return list(service.store._call("upsert", source, KEPT, *arguments))
 
 
 def _upsert(service: Service, *row: Any) -> list[Any]:
@@ -1053,15 +1058,67 @@ def test_upsert_looks_at_a_run_after_its_jitter(service: Service) -> None:
     assert service.store.scores("timer_queue") == {timer.id: START_MS + 1570}
 
 
-def test_upsert_counts_the_due_run_that_it_gives_up(service: Service) -> None:
+@pytest.mark.parametrize(
+    ("stored", "jitter_ms", "at_ms"),
+    [(10_000, 70, 10_070), (9_999, 70, 10_000), (10_000, 0, 10_000)],
+)
+def test_upsert_keeps_a_due_time_with_another_jitter_if_it_is_the_one_that_was_read(
+    service: Service, stored: int, jitter_ms: int, at_ms: int
+) -> None:
     service.join()
     timer = service.add()
-    service.clock.advance(10)
-    row = ("new", "active", START_MS + 99_000, "", "{}")
-    _upsert(service, timer.id, timer.revision, "active", *row)
-    assert service.state(timer.id).skips == {"superseded": 1}
+    row = (
+        timer.id,
+        timer.revision,
+        "active",
+        "new",
+        "active",
+        f"keep:{START_MS + stored}",
+        "",
+        "{}",
+    )
+    assert _upsert_all(service, row, jitter=jitter_ms) == WRITTEN
+    state = service.state(timer.id)
+    assert (state.due_ms, state.at_ms) == (START_MS + 10_000, START_MS + at_ms)
+
+
+def _give_up(service: Service, timer: Definition, due_ms: int, **fields: Any) -> None:
+    row = (timer.id, timer.revision, "active", "new", "active", START_MS + 99_000, "", "{}")
+    given_up = f"superseded:3:{due_ms}:{due_ms + 20_000}"
+    assert _upsert_all(service, row, given_up=given_up, **fields) == [service.clock()]
+
+
+def test_upsert_counts_the_runs_that_it_gives_up(service: Service) -> None:
+    service.join()
+    timer = service.add()
+    service.clock.advance(35)
+    _give_up(service, timer, START_MS + 10_000)
+    assert service.state(timer.id).skips == {"superseded": 3}
     (entry,) = service.store.history(0)
-    assert entry["skipped"] == f"{timer.id} superseded 1 {START_MS + 10_000} {START_MS + 10_000}"
+    assert entry["skipped"] == f"{timer.id} superseded 3 {START_MS + 10_000} {START_MS + 30_000}"
+
+
+@pytest.mark.parametrize("why", ["another due time", "sent", "in flight"])
+def test_upsert_counts_no_run_that_may_be_out(service: Service, why: str) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.clock.advance(35)
+    if why == "sent":
+        service.set_field(timer.id, "last_sent", str(START_MS + 10_000))
+    elif why == "in flight":
+        service.store.due("a", epoch, Reading(10, marks=True))
+    _give_up(service, timer, START_MS + (9_000 if why == "another due time" else 10_000))
+    assert service.state(timer.id).skips == {}
+
+
+def test_upsert_of_a_timer_that_has_ended_keeps_it_for_a_time(service: Service) -> None:
+    timer = service.define()
+    _upsert(service, timer.id, "", "", timer.revision, "stopped", "-", "ended", timer.blob)
+    assert service.store.scores("inactive_timers") == {timer.id: START_MS + 60_000}
+    assert service.store.purge() == 0
+    service.clock.advance(60)
+    assert service.store.purge() == 1
+    assert not service.exists(timer.id)
 
 
 def test_upsert_keeps_the_owner_that_is_still_there(service: Service) -> None:
@@ -1217,6 +1274,15 @@ def test_stop_answers_what_it_found(service: Service) -> None:
     state = service.state(timer.id)
     assert (state.status, state.reason) == ("stopped", "")
     assert service.store.definitions([timer.id]) == [timer.blob]
+
+
+def test_stop_of_a_timer_that_has_ended_holds(service: Service) -> None:
+    timer = service.define()
+    _upsert(service, timer.id, "", "", timer.revision, "stopped", "-", "ended", timer.blob)
+    assert service.store.stop(timer.id) == 1
+    assert service.state(timer.id).reason == ""
+    assert service.store.scores("inactive_timers") == {timer.id: float("inf")}
+    assert service.store.stop(timer.id) == 2
 
 
 def test_stop_of_a_paused_timer_stops_it(service: Service) -> None:
@@ -1559,6 +1625,35 @@ def test_commit_of_a_run_advances_the_timer(service: Service, epoch: int, due: D
     assert (instance.sent, instance.skipped, instance.refused) == (1, 2, 0)
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_commit_of_a_run_counts_it_though_its_timer_goes_by_another_schedule(
+    service: Service, epoch: int, due: DueTimer, is_over: bool
+) -> None:
+    service.add(every=20)
+    if is_over:
+        service.join("a")
+        with pytest.raises(FencedError):
+            service.commit("a", epoch, service.ran(due))
+    else:
+        assert service.commit("a", epoch, service.ran(due)) == [-2]
+    state = service.state(due.id)
+    assert (state.runs, state.last_run_ms, state.last_sent_ms) == (1, due.due_ms, due.due_ms)
+    assert state.due_ms == START_MS + 30_000
+    assert service.store.counters()["sent"] == 1
+    assert [entry["sent"] for entry in service.store.history(0) if "sent" in entry] == [
+        f"{due.id} {due.due_ms} 1"
+    ]
+
+
+def test_commit_of_a_run_that_is_still_due_leaves_it_to_be_counted(
+    service: Service, epoch: int, due: DueTimer
+) -> None:
+    service.add(args=(1,))
+    assert service.commit("a", epoch, service.ran(due)) == [-2]
+    state = service.state(due.id)
+    assert (state.runs, state.last_run_ms, state.last_sent_ms) == (0, None, due.due_ms)
+
+
 def test_commit_of_a_run_that_is_not_sent_moves_on_without_it(
     service: Service, epoch: int, due: DueTimer
 ) -> None:
@@ -1753,7 +1848,8 @@ def test_commit_of_a_timer_that_is_not_as_it_was_read_is_refused(
     remembered = done == "run" and change != "created anew"
     assert after.last_sent_ms == (due.due_ms if remembered else None)
     assert (after.status, after.due_ms, after.at_ms) == (before.status, before.due_ms, before.at_ms)
-    assert (after.owner, after.runs, after.attempts) == (before.owner, before.runs, 0)
+    counted = before.runs + (done == "run" and change == "rescheduled")
+    assert (after.owner, after.runs, after.attempts) == (before.owner, counted, 0)
 
 
 def test_commit_that_is_fenced_remembers_what_was_sent(

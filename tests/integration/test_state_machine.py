@@ -99,6 +99,7 @@ class Account:
     revision: str
     first_due_ms: int
     counted: int
+    out: int = 0  #: runs that were published before, and may be counted yet
 
 
 class Histories(RuleBasedStateMachine):
@@ -135,7 +136,7 @@ class Histories(RuleBasedStateMachine):
             self._commit(process)
         now_ms = self.clock()
         for state in self._states():
-            assert state.status != "active" or (state.due_ms or 0) > now_ms
+            assert state.status != "active" or (state.at_ms or 0) > now_ms
             assert not state.parent
         assert all(self._was_sent(trigger) for trigger in self.triggers)
         self.nothing_is_inconsistent()
@@ -489,12 +490,14 @@ class Histories(RuleBasedStateMachine):
             or before is None
             or before.status == "broken"  # it starts anew, as with a new schedule
             or before.is_finished
+            or before.due_ms is None  # it had ended
             or account.created_ms != state.created_ms
             or schedule_part(account.revision) != schedule_part(state.revision)
         ):
             counted = state.runs + state.skipped
+            out = len(self.slots[definition.id, str(state.created_ms)]) - state.runs
             self.accounts[definition.id] = Account(
-                state.created_ms, state.revision, state.due_ms or 0, counted
+                state.created_ms, state.revision, state.due_ms or 0, counted, out
             )
 
     @precondition(lambda self: self.latest)
@@ -512,9 +515,11 @@ class Histories(RuleBasedStateMachine):
         if before is None or state.is_finished:
             return
         definition = self.service.define(before.name, every=every, args=(2,))
+        if definition.revision == state.revision:
+            return  # there is nothing to write
         self.definitions[definition.revision] = definition
         current = self.store.states([state.id])[1][0]
-        if self.store.replace(state, definition) and current is not None:
+        if self.store.replace(state, before, definition) and current is not None:
             assert (current.revision, current.status) == (state.revision, state.status)
             self._has_changed(definition, current)
 
@@ -539,7 +544,8 @@ class Histories(RuleBasedStateMachine):
         if state is None or state.status == "active" or state.is_finished:
             return
         plan = planning.resume(self.definitions[state.revision], state, self.clock())
-        assert plan.next_due_ms is not None
+        if plan.next_due_ms is None:
+            return  # it has had its last run
         code = self.store.resume(state, plan)
         assert code == 1
 
@@ -569,11 +575,14 @@ class Histories(RuleBasedStateMachine):
             account, definition = self.accounts[id], self.definitions[state.revision]
             if state.is_finished:
                 assert state.runs >= 1
+            elif state.reason == planning.ENDED:
+                assert state.due_ms is None
             elif "every" in definition.schedule.encode():
                 assert state.due_ms is not None
                 every_ms = definition.schedule.encode()["every"]
                 slots = (state.due_ms - account.first_due_ms) // every_ms
-                assert slots == state.runs + state.skipped - account.counted
+                late = state.runs + state.skipped - account.counted - slots
+                assert 0 <= late <= account.out
 
     @invariant()
     def the_history_tells_all_that_is_counted(self) -> None:

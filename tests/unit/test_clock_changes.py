@@ -458,6 +458,99 @@ def test_seconds_refine_each_minute_that_runs(
     assert found == [slot for slot in wanted if slot < ms(end)]
 
 
+# --- counting -----------------------------------------------------------------------------------
+
+
+def assert_counted(rule: Schedule, after: int, until: int, *, last: int = 1) -> None:
+    """Compare what is counted with the slots, gone through one by one."""
+    found = list(slots(rule, after, until))
+    assert rule.count_between(after, until, 0) == len(found), (rule, after, until)
+    begin = found[-last] if last <= len(found) else None
+    assert rule.last_runs_begin(after, until, 0, last) == begin, (rule, after, until, last)
+
+
+@settings(max_examples=600 if ALL_ZONES else 200, deadline=None)
+@given(
+    expression=EXPRESSIONS,
+    seconds=st.sampled_from(["", "", "*/20 ", "30 ", "0,59 "]),
+    zone=st.sampled_from(CHANGING),
+    which=st.integers(0, 1000),
+    seconds_after=st.integers(-2 * 86_400, 2 * 86_400) | st.integers(-7300, 7300),
+    length=st.integers(-5, 86_400) | st.integers(0, 7300),
+    milliseconds=st.sampled_from([-1, 0, 0, 1, 999]),
+    last=st.integers(1, 100),
+    dst=st.sampled_from(DST),
+)
+def test_any_rule_is_counted_as_it_runs(
+    expression: str,
+    seconds: str,
+    zone: str,
+    which: int,
+    seconds_after: int,
+    length: int,
+    milliseconds: int,
+    last: int,
+    dst: str,
+) -> None:
+    change = ms(changes(zone)[which % len(changes(zone))].moment)
+    after = change + 1000 * seconds_after + milliseconds
+    rule = Crontab(seconds + expression, zone, dst)
+    assert_counted(rule, after, after + 1000 * length, last=last)
+
+
+@pytest.mark.parametrize(("zone", "day"), OLD_CHANGES)
+@pytest.mark.parametrize("dst", DST)
+def test_counts_where_days_are_left_out_and_at_other_old_changes(
+    zone: str, day: date, dst: str
+) -> None:
+    begin = ms(datetime(day.year, day.month, day.day, tzinfo=UTC)) - 2 * 86_400_000
+    for expression in RULES:
+        rule = Crontab(expression, zone, dst)
+        for hours in range(0, 96, 7):
+            assert_counted(rule, begin, begin + hours * 3_600_000, last=3)
+            assert_counted(rule, begin + hours * 3_600_000, begin + 96 * 3_600_000, last=50)
+
+
+@pytest.mark.parametrize("zone", ZONES)
+def test_whole_years_are_counted_as_they_run(zone: str) -> None:
+    after, until = (ms(datetime(year, 3, 1, 11, 30, tzinfo=UTC)) for year in (2025, 2027))
+    for expression in ("30 2 * * *", "0,40 0-3 * * sun", "15 3 29-31,L * *", "0 */12 29 2,8 *"):
+        for dst in DST:
+            assert_counted(Crontab(expression, zone, dst), after, until, last=365)
+
+
+@pytest.mark.parametrize("zone", ZONES)
+def test_decades_of_seconds_are_counted(zone: str) -> None:
+    """Elapsed time has as many as a stopwatch shows, whatever clocks do."""
+    after, until = ms(SINCE) - 1, ms(UNTIL) - 1
+    seconds = (UNTIL - SINCE) // timedelta(seconds=1)
+    assert Crontab("* * * * * *", zone).count_between(after, until, 0) == seconds
+    assert Crontab("* * * * *", zone).count_between(after, until, 0) == seconds // 60
+    for count in (1, 1000, seconds):
+        begin = Crontab("* * * * * *", zone).last_runs_begin(after, until, 0, count)
+        assert begin == ms(UNTIL) - 1000 * count
+    assert Crontab("* * * * * *", zone).last_runs_begin(after, until, 0, seconds + 1) is None
+
+
+@pytest.mark.parametrize("dst", DST)
+def test_decades_of_days_are_counted(dst: str) -> None:
+    """Where clocks are put forward at 02:00, 02:30 is left out; where back, 01:30 comes twice."""
+    after, until = ms(datetime(2020, 1, 1, tzinfo=UTC)), ms(datetime(2038, 1, 1, tzinfo=UTC))
+    days = (date(2038, 1, 1) - date(2020, 1, 1)).days
+    in_gap = Crontab("30 2 * * *", "America/New_York", dst)
+    in_fold = Crontab("30 1 * * *", "America/New_York", dst)
+    assert in_gap.count_between(after, until, 0) == days - (18 if dst == "skip" else 0)
+    assert in_fold.count_between(after, until, 0) == days + (18 if dst == "both" else 0)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+@pytest.mark.parametrize("expression", ["* * * * *", "0 3 * * *"])
+def test_no_runs_begin_nowhere(expression: str, count: int) -> None:
+    rule = Crontab(expression, "Europe/Paris")
+    assert rule.last_runs_begin(ms(SINCE), ms(UNTIL), 0, count) is None
+    assert rule.last_runs_begin(ms(UNTIL), ms(SINCE), 0, 1) is None
+
+
 def test_what_is_put_off_is_in_the_order_of_moments() -> None:
     """02:20 does not exist and runs at 02:50, behind 02:35."""
     rule = Crontab("20,35 2 * * *", "Australia/Lord_Howe", "shift")

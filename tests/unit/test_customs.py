@@ -264,6 +264,7 @@ def test_the_next_run_is_found_by_asking_about_moments_to_come(app: Celery) -> N
     assert often.next_run_after(NOW, NOW) == NOW + 30 * SECOND
     assert often.next_run_after(NOW + 90 * SECOND, NOW) == NOW + 90 * SECOND + 1
     assert often.count_between(NOW, NOW + DAY, NOW) == 0
+    assert often.last_runs_begin(NOW, NOW + DAY, NOW, 1) is None
 
 
 @pytest.mark.parametrize("wait", [0, 3600, math.inf])
@@ -286,6 +287,7 @@ def test_without_the_object_its_owner_is_to_be_asked_now() -> None:
     assert rule.next_run_after(NOW, 0) == NOW + 1
     assert rule.first_run(NOW) == NOW + 1
     assert rule.count_between(0, NOW, 0) == 0
+    assert rule.last_runs_begin(0, NOW, 0, 1) is None
     with pytest.raises(InvalidTimerError, match=r"'jobs.Weekend' lives in code"):
         rule.ask(NOW, NOW)
 

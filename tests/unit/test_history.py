@@ -9,7 +9,7 @@ import pytest
 from celery_dtimer.history import Sent, Skipped, explain, records
 from celery_dtimer.model import Definition, Status, TimerState
 from celery_dtimer.policy import Policy
-from celery_dtimer.schedules import Crontab, Interval, OneShot, Schedule
+from celery_dtimer.schedules import Crontab, Custom, Interval, OneShot, Schedule
 
 NOW = 1_777_626_000_000  # 2026-05-01 09:00 UTC
 MINUTE = 60_000
@@ -38,6 +38,7 @@ def test_lines_of_the_timer_become_records_and_others_do_not() -> None:
         {"at": "7", "instance": "a", "sent": "t 5 1\nother 6 1\nt 6 trigger", "skipped": ""},
         {"at": "9", "instance": "", "skipped": "t paused 2 7 8\nother paused 1 1 1"},
         {"at": "9", "instance": "a", "sent": "t x 1\nt\nt 1 2 3", "skipped": "t paused 1 x 2"},
+        {"at": "9", "instance": "a", "skipped": "t misfire 1 2\nt\nt misfire 1 2 3 4"},
         {"at": "9", "unknown": "t 5 1"},
     ]
     assert list(records(entries, "t")) == [
@@ -94,6 +95,12 @@ def test_the_runs_of_an_interval_are_counted_from_the_first_that_was_skipped() -
     assert "paused" not in ask(NOW - 9_997, skipped, schedule=rule)
 
 
+def test_a_run_within_a_second_of_those_that_were_skipped_is_none_of_them() -> None:
+    skipped = Skipped(NOW + 9, "backlog", 3, NOW - 15 * MINUTE, NOW - 1)
+    sent = Sent(NOW + 9, "a", NOW, "4")
+    assert "run 4" in ask(NOW, skipped, sent)
+
+
 @pytest.mark.parametrize(
     ("moment_ms", "state", "words"),
     [
@@ -112,6 +119,15 @@ def test_the_runs_of_an_interval_are_counted_from_the_first_that_was_skipped() -
         (NOW, {"due_ms": None, "status": "stopped", "reason": "finished"}, "is stopped: finished"),
         (NOW, {"status": "broken", "reason": "no such task"}, "broken and does not run: no such"),
         (NOW + 10 * MINUTE, {"policy": Policy(end_ms=NOW + 6 * MINUTE)}, "ends at"),
+        (NOW + 20 * MINUTE, {"policy": Policy(max_runs=3), "runs": 1}, "ends with its run 3"),
+        (NOW + 10 * MINUTE, {"policy": Policy(max_runs=3), "runs": 1}, "still to come"),
+        (
+            NOW + 10 * MINUTE,
+            {"status": "paused", "policy": Policy(end_ms=NOW + 6 * MINUTE)},
+            "ends at",
+        ),
+        (NOW - MINUTE, {"policy": Policy(start_ms=NOW)}, "starts at"),
+        (NOW + 7, {"schedule": Custom("a.Rule", "<rule>")}, "code of its beats says so: <rule>"),
         (NOW, {"readable": False, "reason": "nonsense"}, "can not be read: nonsense"),
         (NOW, {"readable": False}, "can not be read: it is gone"),
         (NOW + 9, {"schedule": OneShot(NOW + 9), "due_ms": NOW + 9}, "still to come"),

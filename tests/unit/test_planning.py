@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -67,6 +68,14 @@ def test_a_new_timer_that_ran_elsewhere_goes_on_from_there() -> None:
     assert arming == Arming("active", last_run_ms + EVERY)
 
 
+@pytest.mark.parametrize("schedule", [RULE, Crontab("* * * * *")], ids=repr)
+def test_a_new_timer_never_runs_for_what_is_past_elsewhere(schedule: Schedule) -> None:
+    last_run_ms = NOW - 3_600_000 - 4_000
+    arming = planning.arm(define(schedule), None, NOW, last_run_ms=last_run_ms)
+    assert arming is not None
+    assert arming.due_ms == schedule.next_run_after(NOW, last_run_ms)
+
+
 def test_a_one_shot_that_ran_elsewhere_is_over() -> None:
     assert planning.arm(define(PAST), None, NOW, last_run_ms=NOW) == ENDED
 
@@ -81,8 +90,21 @@ def test_the_same_definition_changes_nothing(status: Status) -> None:
 
 @pytest.mark.parametrize("status", STATUSES)
 def test_a_new_source_is_written_without_another_phase(status: Status) -> None:
-    arming = planning.arm(define(), stored(define(), status), NOW, adopt=True)
-    assert arming == Arming(status, keeps_due=True)
+    existing = stored(define(), status, at_ms=NOW + 1, reason="a reason")
+    arming = planning.arm(define(), existing, NOW, adopt=True)
+    assert arming == Arming(status, keeps_due=True, reason="a reason")
+
+
+@pytest.mark.parametrize(
+    ("status", "kept"), [("active", False), ("paused", False), ("stopped", True), ("broken", True)]
+)
+def test_a_timer_that_does_not_run_is_not_woken_by_a_schedule_that_may_not(
+    status: Status, kept: bool
+) -> None:
+    existing = stored(define(), status, at_ms=NOW + 1, reason="a reason")
+    arming = planning.arm(define(Interval(3_000)), existing, NOW, wakes=False)
+    reason = "a reason" if kept else ""
+    assert arming == Arming(status, delay_ms=3_000, reason=reason)
 
 
 def finished(definition: Definition) -> TimerState:
@@ -252,6 +274,46 @@ def test_other_bounds_keep_the_phase(bounds: dict[str, int], status: Status) -> 
     assert arming == Arming(status, keeps_due=True)
 
 
+@pytest.mark.parametrize("runs", [3, 4])
+def test_a_timer_with_no_more_runs_than_it_has_had_ends_at_once(runs: int) -> None:
+    existing = stored(bounded(max_runs=9), runs=runs)
+    assert planning.arm(bounded(max_runs=3), existing, NOW) == ENDED
+    over = finished(bounded(max_runs=runs))
+    spent = replace(over, runs=runs)
+    assert planning.arm(bounded(max_runs=3, end_ms=NOW + HOUR), spent, NOW) is None
+
+
+def test_a_paused_timer_stays_paused_though_its_end_comes_and_goes() -> None:
+    existing = stored(define(), "paused", NOW + 1)
+    over = planning.arm(bounded(end_ms=NOW - 1), existing, NOW)
+    assert over == Arming("paused", reason="ended")
+    existing = stored(bounded(end_ms=NOW - 1), "paused", None, reason="ended")
+    arming = planning.arm(bounded(end_ms=NOW + HOUR), existing, NOW)
+    assert arming == Arming("paused", NOW + EVERY)
+    assert planning.arm(bounded(end_ms=NOW - 1, shards=2), existing, NOW) == over
+
+
+@pytest.mark.parametrize(("start_ms", "keeps"), [(NOW - 29_999, True), (NOW - 29_998, False)])
+def test_a_start_keeps_the_cadence_that_it_gives(start_ms: int, keeps: bool) -> None:
+    existing = stored(define(), due_ms=NOW + 1, at_ms=NOW + 1)
+    arming = planning.arm(bounded(start_ms=start_ms), existing, NOW)
+    assert arming == (Arming("active", keeps_due=True) if keeps else Arming("active", NOW + 2))
+
+
+@pytest.mark.parametrize("before", [{"end_ms": NOW + HOUR}, {"max_runs": 9}])
+def test_bounds_that_are_gone_leave_the_phase(before: dict[str, int]) -> None:
+    existing = stored(bounded(**before), due_ms=NOW + 1, at_ms=NOW + 1)
+    assert planning.arm(define(), existing, NOW) == Arming("active", keeps_due=True)
+    gone = stored(bounded(start_ms=NOW + HOUR), due_ms=NOW + HOUR, at_ms=NOW + HOUR)
+    assert planning.arm(define(), gone, NOW) == Arming("active", delay_ms=EVERY)
+
+
+def test_a_run_that_is_owed_comes_before_an_end_that_is_near() -> None:
+    existing = stored(define(), due_ms=NOW - 5, at_ms=NOW - 5)
+    arming = planning.arm(bounded(end_ms=NOW - 1), existing, NOW)
+    assert arming == Arming("active", keeps_due=True)
+
+
 def test_a_later_start_moves_the_next_run() -> None:
     arming = planning.arm(bounded(start_ms=NOW + HOUR), stored(define()), NOW)
     assert arming == Arming("active", NOW + HOUR)
@@ -300,6 +362,39 @@ def test_jitter_differs_from_run_to_run_and_from_timer_to_timer() -> None:
     assert len(found) > 150
 
 
+def test_another_jitter_holds_for_the_run_that_waits() -> None:
+    before, after = bounded(jitter_ms=5_000), bounded(jitter_ms=3_000)
+    due_ms = NOW + 7
+    existing = stored(before, due_ms=due_ms, at_ms=due_ms + planning.jitter_of(before, due_ms))
+    jitter_ms = planning.jitter_of(after, due_ms)
+    expected = Arming("active", due_ms, keeps_due=True, jitter_ms=jitter_ms)
+    assert planning.arm(after, existing, NOW) == expected
+    assert planning.arm(define(), existing, NOW) == expected._replace(jitter_ms=0)
+    same = bounded(jitter_ms=5_000, shards=2)
+    assert planning.arm(same, existing, NOW) == Arming("active", keeps_due=True)
+    refused = replace(existing, attempts=1)
+    assert planning.arm(after, refused, NOW) == Arming("active", keeps_due=True)
+
+
+@given(st.integers(0, 9_999), st.integers(0, 200_000), st.sampled_from([None, 1_000, 25_000]))
+def test_no_run_is_missed_before_it_was_to_be_sent(
+    jitter_ms: int, late_ms: int, grace_ms: int | None
+) -> None:
+    timer = bounded(jitter_ms=jitter_ms, grace_ms=grace_ms)
+    now_ms = NOW + planning.jitter_of(timer, NOW) + late_ms
+    plan = planning.plan(timer, NOW, now_ms)
+    assert plan.next_due_ms is not None
+    sent_at = {
+        due_ms: due_ms + planning.jitter_of(timer, due_ms)
+        for due_ms in range(NOW, plan.next_due_ms + 1, EVERY)
+    }
+    assert plan.skipped + plan.sends == len(sent_at) - 1
+    last_ms = sent_at.pop(plan.next_due_ms)
+    limit_ms = now_ms if plan.sends else now_ms - (grace_ms or 0)
+    assert all(sent_ms <= limit_ms for sent_ms in sent_at.values())
+    assert last_ms >= limit_ms
+
+
 def test_a_run_is_looked_at_after_its_jitter() -> None:
     timer = bounded(jitter_ms=5_000)
     arming = planning.arm(timer, None, NOW)
@@ -316,14 +411,14 @@ def test_a_run_is_looked_at_after_its_jitter() -> None:
 def test_a_run_that_is_later_than_its_grace_is_skipped(late_ms: int, runs: bool) -> None:
     timer = bounded(HOURLY, grace_ms=60_000)
     plan = planning.plan(timer, FULL, FULL + late_ms)
-    skip = None if runs else Skip("misfire", 1, FULL, FULL + late_ms - 60_001)
+    skip = None if runs else Skip("misfire", 1, FULL, FULL + late_ms)
     assert plan == Plan(FULL + HOUR, skip, sends=runs)
 
 
 def test_of_missed_runs_the_oldest_within_the_grace_is_next() -> None:
     plan = planning.plan(bounded(grace_ms=25_000), NOW, NOW + 10 * EVERY)
     next_ms = NOW + 8 * EVERY
-    assert plan == Plan(next_ms, Skip("misfire", 8, NOW, NOW + 75_000 - 1), sends=False)
+    assert plan == Plan(next_ms, Skip("misfire", 8, NOW, next_ms - 1), sends=False)
     assert planning.plan(bounded(grace_ms=25_000), next_ms, NOW + 10 * EVERY).sends
 
 
@@ -353,7 +448,7 @@ def test_celerys_deadline_holds_for_crontabs_that_have_no_grace_of_their_own(
 MISSED = 5
 
 
-@pytest.mark.parametrize("most", [MISSED, 100, None])
+@pytest.mark.parametrize("most", [MISSED + 1, 100, None])
 def test_without_coalescing_each_missed_run_is_made_up(most: int | None) -> None:
     timer = bounded(coalesce=False, max_catch_up=most)
     due_ms, now_ms, sent = NOW, NOW + MISSED * EVERY + 7, []
@@ -372,31 +467,46 @@ def test_without_coalescing_each_missed_run_is_made_up(most: int | None) -> None
 @pytest.mark.parametrize("schedule", [Interval(60_000), Crontab("* * * * *")], ids=repr)
 @pytest.mark.parametrize("most", [0, 1, 3])
 @pytest.mark.parametrize("end", [None, 25])
+@pytest.mark.parametrize("is_sent", [False, True])
 def test_the_oldest_of_too_many_missed_runs_are_skipped(
-    schedule: Schedule, most: int, end: int | None
+    schedule: Schedule, most: int, end: int | None, is_sent: bool
 ) -> None:
     minute = 60_000
     end_ms = None if end is None else FULL + end * minute + 1
     timer = bounded(schedule, coalesce=False, max_catch_up=most, end_ms=end_ms)
-    plan = planning.plan(timer, FULL, FULL + 30 * minute + 7)
-    missed = end or 30
-    next_ms = FULL + (missed - most + 1) * minute
+    plan = planning.plan(timer, FULL, FULL + 30 * minute + 7, is_sent=is_sent)
+    last = end or 30
+    next_ms = FULL + (last - most + 1) * minute
     assert plan.next_due_ms == (None if end and not most else next_ms)
+    assert plan.sends is is_sent
     assert plan.skip is not None
-    assert plan.skip[:3] == ("backlog", missed - most, FULL + minute)
+    first = 1 if is_sent else 0
+    assert plan.skip[:3] == ("backlog", last - most + 1 - first, FULL + first * minute)
 
 
-def test_an_interval_that_missed_millions_of_runs_is_planned_at_once() -> None:
-    timer = bounded(Interval(100), coalesce=False, max_catch_up=10)
-    plan = planning.plan(timer, NOW, NOW + 10**12)
-    assert (plan.next_due_ms, plan.skipped) == (NOW + 10**12 - 900, 10**10 - 10)
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_run_that_is_on_time_is_no_missed_one(most: int) -> None:
+    plan = planning.plan(bounded(coalesce=False, max_catch_up=most), NOW, NOW + 50)
+    assert plan == Plan(NOW + EVERY)
+
+
+@pytest.mark.parametrize("schedule", [Interval(100), Crontab("* * * * * *")], ids=repr)
+def test_a_timer_that_missed_millions_of_runs_is_planned_at_once(schedule: Schedule) -> None:
+    every_ms = 100 if isinstance(schedule, Interval) else 1_000
+    due_ms, passed_ms = FULL, 30 * 10**9
+    timer = bounded(schedule, coalesce=False, max_catch_up=10)
+    plan = planning.plan(timer, due_ms, due_ms + passed_ms)
+    assert plan.next_due_ms == due_ms + passed_ms - 9 * every_ms
+    assert plan.skipped == passed_ms // every_ms + 1 - 10
+    plan = planning.plan(bounded(schedule, coalesce=True), due_ms, due_ms + passed_ms)
+    assert plan.skipped == passed_ms // every_ms
 
 
 # ------------------------------------------------------------------ looking ahead
 
 
 def ahead(definition: Definition, state: TimerState | None, after_ms: int = NOW) -> list[int]:
-    return list(islice(planning.upcoming(definition, state, after_ms), 3))
+    return list(islice(planning.upcoming(definition, state, after_ms, NOW), 3))
 
 
 def test_the_next_runs_of_a_schedule_are_those_of_a_new_timer() -> None:
@@ -412,6 +522,33 @@ def test_the_next_runs_of_a_timer_begin_with_the_one_that_is_stored() -> None:
     assert ahead(define(), state) == [NOW + 3, NOW + 3 + EVERY, NOW + 3 + 2 * EVERY]
     assert ahead(define(), state, NOW + EVERY)[0] == NOW + 3 + EVERY
     assert ahead(bounded(max_runs=4), stored(bounded(max_runs=4), runs=3)) == [NOW + 1]
+
+
+def test_what_a_timer_owes_comes_as_its_policy_has_it() -> None:
+    due_ms = NOW - 3 * EVERY
+    state = stored(define(), due_ms=due_ms)
+    assert ahead(define(), state, due_ms - 1) == [due_ms, NOW + EVERY, NOW + 2 * EVERY]
+    timer = bounded(coalesce=False)
+    assert ahead(timer, stored(timer, due_ms=due_ms), due_ms - 1) == [
+        due_ms + n * EVERY for n in range(3)
+    ]
+    timer = bounded(grace_ms=2 * EVERY)
+    assert ahead(timer, stored(timer, due_ms=due_ms), due_ms - 1)[0] == due_ms + EVERY
+
+
+@pytest.mark.parametrize("schedule", [Interval(1_000), Crontab("* * * * * *")], ids=repr)
+def test_a_far_moment_is_looked_at_at_once(schedule: Schedule) -> None:
+    after_ms = FULL + 10**12
+    timer = bounded(schedule, max_runs=10**9 + 5)
+    state = stored(timer, due_ms=FULL + HOUR, runs=0)
+    assert ahead(timer, state, after_ms) == [after_ms + n * 1_000 for n in (1, 2, 3)]
+    assert ahead(bounded(schedule, max_runs=10), state, after_ms) == []
+
+
+def test_the_number_of_a_run_to_come_counts_those_before_it() -> None:
+    state = stored(define(), due_ms=NOW, runs=4)
+    assert planning.number_of(define(), state, NOW) == 5
+    assert planning.number_of(define(), state, NOW + 3 * EVERY) == 8
 
 
 def test_a_paused_timer_is_looked_at_as_if_it_were_resumed_and_a_stopped_one_has_no_runs() -> None:
@@ -446,6 +583,29 @@ def test_a_one_shot_whose_moment_passed_in_the_pause_runs_at_once() -> None:
     assert planning.resume(define(PAST), state, NOW) == Plan(PAST.at_ms)
     state = stored(define(LATER), "paused", LATER.at_ms)
     assert planning.resume(define(LATER), state, NOW) == Plan(LATER.at_ms)
+
+
+@pytest.mark.parametrize(
+    ("status", "due_ms", "reason"),
+    [
+        ("active", NOW - 25_000, "superseded"),
+        ("paused", NOW - 25_000, "paused"),
+        ("active", NOW + 1, None),
+        ("active", None, None),
+        ("stopped", NOW - 25_000, None),
+        ("broken", NOW - 25_000, None),
+    ],
+)
+def test_what_has_come_is_given_up_for_another_schedule(
+    status: Status, due_ms: int | None, reason: str | None
+) -> None:
+    found = planning.given_up(define(), stored(define(), status, due_ms), NOW)
+    assert found == (None if reason is None else Skip(reason, 3, NOW - 25_000, NOW))
+
+
+def test_a_run_that_is_out_is_not_given_up() -> None:
+    state = stored(define(), due_ms=NOW - 5, last_sent_ms=NOW - 5)
+    assert planning.given_up(define(), state, NOW) is None
 
 
 # ------------------------------------------------------------------ trying again

@@ -20,7 +20,7 @@ from celery_dtimer.policy import (
     decode_policy,
     parse_policy,
 )
-from celery_dtimer.schedules import Interval, OneShot
+from celery_dtimer.schedules import Custom, Interval, OneShot
 
 UTC = timezone.utc
 START = datetime(2026, 5, 1, 9, 0, tzinfo=UTC)
@@ -93,9 +93,19 @@ def test_a_single_run_has_neither_a_start_nor_a_number(policy: Policy) -> None:
 
 
 def test_jitter_is_shorter_than_the_interval() -> None:
-    with pytest.raises(InvalidTimerError, match=r"^jitter=10"):
+    with pytest.raises(InvalidTimerError, match=r"^jitter=10\.0"):
         check_policy(Policy(jitter_ms=10_000), Interval(10_000))
     check_policy(Policy(jitter_ms=9_999), Interval(10_000))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(jitter_ms=5), Policy(grace_ms=5000), Policy(coalesce=True), Policy(max_catch_up=3)],
+)
+def test_a_schedule_that_is_code_decides_itself(policy: Policy) -> None:
+    with pytest.raises(InvalidTimerError, match="own code"):
+        check_policy(policy, Custom("a.Rule"))
+    check_policy(Policy(max_runs=3, end_ms=START_MS, shards=2), Custom("a.Rule"))
 
 
 policies = st.builds(

@@ -7,6 +7,7 @@ import copy
 import json
 import pickle
 import random
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from itertools import islice
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from celery_dtimer import occurrences
+from celery_dtimer import rules as schedule_rules
 from celery_dtimer.errors import InvalidTimerError
 from celery_dtimer.schedules import Interval, Recurrence, Schedule, decode, parse
 
@@ -47,6 +49,14 @@ def runs(rule: Schedule, after: datetime, count: int) -> list[datetime]:
         found.append(EPOCH + timedelta(milliseconds=slot))
         slot = rule.next_run_after(slot, 0)
     return found
+
+
+def slots(rule: Schedule, after: int, until: int) -> Iterator[int]:
+    """Yield the slots in ``(after, until]``, each from the one before, as a scheduler does."""
+    slot = rule.next_run_after(after, after)
+    while slot is not None and slot <= until:
+        yield slot
+        slot = rule.next_run_after(slot, slot)
 
 
 # --- beside dateutil ----------------------------------------------------------------------------
@@ -412,6 +422,72 @@ def test_the_runs_of_a_rule_with_count_end() -> None:
     last = START + timedelta(days=999)
     assert runs(rule, last - timedelta(seconds=1), 5) == [last]
     assert rule.next_run_after(ms(last), 0) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rule=rules(),
+    zone=st.sampled_from(["UTC", "Europe/Paris", "Australia/Lord_Howe"]),
+    dst=st.sampled_from(["cron", "skip", "shift", "both"]),
+    day=st.integers(-1, 400),
+    second=st.integers(0, 86_400),
+    length=st.integers(0, 3600) | st.integers(0, 40 * 86_400),
+    last=st.integers(1, 30),
+)
+def test_any_rule_is_counted_as_it_runs(
+    rule: rrule.rrule, zone: str, dst: str, day: int, second: int, length: int, last: int
+) -> None:
+    after = ms(rule._dtstart + timedelta(days=day, seconds=second))
+    try:
+        ours = parsed(rule, zone, dst=dst)
+    except InvalidTimerError as exc:
+        assert "never occurs" in str(exc)  # noqa: PT017
+        return
+    found = list(islice(slots(ours, after, after + 1000 * length), 5000))
+    until = after + 1000 * length if len(found) < 5000 else found[-1]
+    assert ours.count_between(after, until, 0) == len(found)
+    begin = found[-last] if last <= len(found) else None
+    assert ours.last_runs_begin(after, until, 0, last) == begin
+
+
+@pytest.mark.parametrize(
+    ("text", "countable"),
+    [
+        *(("FREQ=DAILY;INTERVAL=3", True), ("FREQ=SECONDLY;INTERVAL=7", True)),
+        *(("FREQ=MINUTELY;INTERVAL=15;BYHOUR=9,10;BYDAY=MO,TU", True), ("FREQ=YEARLY", True)),
+        *(("FREQ=SECONDLY;BYMINUTE=0,30", True), ("FREQ=HOURLY;BYSETPOS=-1;BYMINUTE=5,6", True)),
+        *(("FREQ=DAILY;BYSETPOS=1;BYHOUR=5,6", True), ("FREQ=MONTHLY;BYDAY=-1FR", True)),
+        *(("FREQ=WEEKLY;INTERVAL=2;BYDAY=MO;COUNT=99", True), ("FREQ=YEARLY;INTERVAL=4", False)),
+        *(("FREQ=MONTHLY;BYDAY=MO,TU,WE,TH,FR;BYSETPOS=-1", False),),
+        *(("FREQ=YEARLY;BYEASTER=1", False), ("FREQ=MINUTELY;INTERVAL=7;BYHOUR=1,2", False)),
+    ],
+)
+def test_whole_years_are_counted_as_they_run(text: str, countable: bool) -> None:
+    rule = Recurrence(f"{D}RRULE:{text}", "Europe/Paris")
+    assert rule.is_countable == countable
+    for after, until in (
+        ("2026-12-01", "2027-01-04T12:30"),
+        ("2027-03-28", "2027-03-28T12:00"),
+        ("2027-05-05", "2028-05-05" if "SECONDLY" in text else "2037-05-05"),
+    ):
+        number = sum(1 for _ in islice(slots(rule, ms(after), ms(until)), 50_000))
+        counted = rule.count_between(ms(after), ms(until), 0)
+        assert counted == number or counted > number == 50_000
+
+
+def test_a_gap_of_decades_ends_a_rule_where_it_is_counted_too() -> None:
+    """As nothing is looked for beyond it."""
+    rule = Recurrence("DTSTART:20000229T000000\nRRULE:FREQ=YEARLY;INTERVAL=44")
+    assert rule.count_between(ms("1999-01-01"), ms("2200-01-01"), 0) == 1
+
+
+def test_what_is_gone_through_is_counted_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_rules, "_MAX_COUNT", 50)
+    gone_through = Recurrence(f"{D}RRULE:FREQ=MINUTELY;INTERVAL=7;BYHOUR=1,2,3")
+    counted = Recurrence(f"{D}RRULE:FREQ=MINUTELY;INTERVAL=6;BYHOUR=1,2,3")
+    after, until = ms("2027-02-01"), ms("2027-03-01")
+    assert gone_through.count_between(after, until, 0) == 50
+    assert counted.count_between(after, until, 0) == 28 * 30
 
 
 def test_until_is_the_last_run() -> None:

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import sys
 import time
+import types
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone, tzinfo
 from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Any
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import pytest
 from celery import schedules as celery_schedules
 from celery.schedules import crontab, schedule, solar
+from celery.utils.time import LocalTimezone
 from dateutil import tz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from celery_dtimer import zones
 from celery_dtimer.errors import InvalidTimerError
 from celery_dtimer.schedules import (
     Crontab,
+    Custom,
     Interval,
     OneShot,
     Recurrence,
     Schedule,
     Solar,
     decode,
+    has_clock,
     is_text,
     moment_ms,
     names_zone,
@@ -429,6 +435,11 @@ def test_interval_keeps_the_anchors_cadence(
     assert (slot - anchor) % every == 0
     until = moment + span
     counted = rule.count_between(moment, until, anchor)
+    begin = rule.last_runs_begin(moment, until, anchor, counted)
+    assert begin == (slot if counted else None)
+    assert rule.last_runs_begin(moment, until, anchor, counted + 1) is None
+    if counted > 1:
+        assert rule.last_runs_begin(moment, until, anchor, counted - 1) == slot + every
     assert counted == (0 if slot > until else (until - slot) // every + 1)
 
 
@@ -508,6 +519,10 @@ def test_relative_slots_grow_and_count(
         found.append(slot)
     assert all(earlier < later for earlier, later in pairwise([moment, *found]))
     assert rule.count_between(moment, found[-1], anchor) == 20
+    for count in (1, 2, 19, 20):
+        assert rule.last_runs_begin(moment, found[-1], anchor, count) == found[-count]
+    for count in (-1, 0, 21):
+        assert rule.last_runs_begin(moment, found[-1], anchor, count) is None
     first = rule.first_run(moment)
     assert first is not None
     assert first > moment
@@ -522,11 +537,29 @@ def test_one_shot_runs_once_even_if_its_moment_has_passed() -> None:
     assert rule.next_run_after(4999, 0) == 5000
     assert rule.next_run_after(5000, 5000) is None
     assert rule.count_between(0, 9000, 0) == 1
+    assert rule.last_runs_begin(0, 9000, 0, 1) == 5000
+    assert rule.last_runs_begin(0, 9000, 0, 2) is None
+    assert rule.last_runs_begin(5000, 9000, 0, 1) is None
+
+
+def test_one_shots_begin_with_1970() -> None:
+    assert OneShot(0).describe() == "once at 1970-01-01T00:00:00+00:00"
+    assert parsed(datetime(1970, 1, 1, tzinfo=UTC)) == OneShot(0)
+    with pytest.raises(InvalidTimerError, match=r"at=-1 .*from 1970 to 9998"):
+        OneShot(-1)
+    with pytest.raises(InvalidTimerError, match=r"schedule=datetime.datetime\(1969.*1970 to 9998"):
+        parsed(datetime(1969, 12, 31, 23, 59, 59, tzinfo=UTC))
+    with pytest.raises(InvalidTimerError, match="from 1970 to 9998"):
+        parsed(datetime(1970, 1, 1), "Asia/Tokyo")  # noqa: DTZ001 - it was 1969 in UTC
+    with pytest.raises(InvalidTimerError, match="from 1970 to 9998"):
+        decode({"at": -1})
 
 
 def test_sunset_comes_each_day() -> None:
     found = list(slots(Solar("sunset", 48.8, 2.3), ms("2026-01-01"), ms("2026-02-01")))
     assert len(found) == 31
+    rule = Solar("sunset", 48.8, 2.3)
+    assert rule.last_runs_begin(ms("2026-01-01"), ms("2026-02-01"), 0, 10) == found[-10]
     assert all(DAY - 1000 < later - earlier < DAY + 200_000 for earlier, later in pairwise(found))
     assert abs(found[0] - ms("2026-01-01T16:05")) < 120_000
 
@@ -575,7 +608,7 @@ ZONES = st.sampled_from(["UTC", "Europe/Paris", "-03:30", "+05:30", LORD_HOWE])
 RULES = st.one_of(
     st.builds(Interval, st.integers(100, 10**12), st.booleans(), ZONES),
     st.builds(Crontab, EXPRESSIONS, ZONES, st.sampled_from(["cron", "skip", "shift", "both"])),
-    st.builds(OneShot, st.integers(-(10**12), 10**14)),
+    st.builds(OneShot, st.integers(0, 10**14)),
     st.builds(Solar, st.just("sunset"), st.floats(-90, 90), st.floats(-180, 180)),
 )
 
@@ -779,6 +812,81 @@ def test_names_of_zones(zone: tzinfo | str, name: str) -> None:
     assert parsed("0 3 * * *", zone) == Crontab("0 3 * * *", name)
 
 
+@pytest.fixture
+def set_tz(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+    """Let the process's clock be that of a zone."""
+
+    def tell(text: str | None) -> None:
+        monkeypatch.delenv("TZ", raising=False)
+        if text is not None:
+            monkeypatch.setenv("TZ", text)
+        time.tzset()
+
+    yield tell
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        *(("Asia/Kolkata", "Asia/Kolkata"), (":America/New_York", NEW_YORK), ("UTC", "UTC")),
+        *(("/usr/share/zoneinfo/Europe/Paris", "Europe/Paris"), ("", "UTC"), ("UTC0", "UTC")),
+        *(("<+0530>-5:30", "+05:30"), ("XYZ3:30", "-03:30")),
+    ],
+)
+def test_celerys_local_zone_is_that_of_the_environment(
+    text: str, name: str, set_tz: Callable[[str | None], None]
+) -> None:
+    set_tz(text)
+    assert zone_name(LocalTimezone()) == name
+    assert parsed("0 3 * * *", default=LocalTimezone()) == Crontab("0 3 * * *", name)
+
+
+@pytest.mark.parametrize("configured", ["Asia/Tokyo", "/usr/share/zoneinfo/Asia/Tokyo"])
+def test_celerys_local_zone_is_that_of_the_machine(
+    configured: str, set_tz: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_tz(None)
+    monkeypatch.setattr(zones, "_configured_zone", lambda: configured)
+    assert zone_name(LocalTimezone()) == "Asia/Tokyo"
+    set_tz("Asia/Kolkata")
+    assert zone_name(LocalTimezone()) == "Asia/Kolkata"
+
+
+@pytest.mark.parametrize("tzlocal", ["not installed", "knows of none", "knows of two"])
+def test_the_machines_zone_is_the_one_that_its_time_file_links_to(
+    tzlocal: str, set_tz: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name() -> None:
+        if tzlocal == "knows of two":
+            raise ZoneInfoNotFoundError
+
+    module = types.SimpleNamespace(get_localzone_name=name)
+    monkeypatch.setitem(sys.modules, "tzlocal", None if tzlocal == "not installed" else module)
+    link = "/usr/share/zoneinfo/Asia/Tokyo"
+    monkeypatch.setattr(os.path, "realpath", {"/etc/localtime": link}.__getitem__)
+    set_tz(None)
+    assert zone_name(LocalTimezone()) == "Asia/Tokyo"
+
+
+def test_tzlocal_is_asked_if_it_is_installed(
+    set_tz: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.SimpleNamespace(get_localzone_name=lambda: "Asia/Tokyo")
+    monkeypatch.setitem(sys.modules, "tzlocal", module)
+    set_tz(None)
+    assert zone_name(LocalTimezone()) == "Asia/Tokyo"
+
+
+def test_a_local_zone_without_a_name_is_refused_if_its_clocks_change(
+    set_tz: Callable[[str | None], None],
+) -> None:
+    set_tz("EST5EDT,M3.2.0,M11.1.0")
+    with pytest.raises(InvalidTimerError, match=r"timezone=<LocalTimezone.*Celery's timezone.*TZ"):
+        zone_name(LocalTimezone())
+
+
 def test_the_zone_of_a_name() -> None:
     assert zone_of("Asia/Kathmandu") == ZoneInfo("Asia/Kathmandu")
     assert zone_of(tz.gettz("Asia/Kathmandu")) == ZoneInfo("Asia/Kathmandu")
@@ -794,6 +902,11 @@ def test_the_zone_of_a_name() -> None:
         *(("@never", True), ("RRULE:FREQ=DAILY", True), ("DTSTART:20270101\nfreq=DAILY", True)),
         *(("daily", False), ("orders:daily", False), ("a=b", False), ("", False)),
         *(("send mail to all users", False), ("5 big reports for bob", False)),
+        *(("0 25 1 1 1", True), ("61 25 32 13 8", True), ("0 0 1-40 L,99 MONDAY-fri", True)),
+        *(("1/5 2 3 4 5", True), ("*/90 1 2 3 4", True), ("61 0 0 1 feb sun", True)),
+        *(("send me all the reports", False), ("0 25 1 1", False), ("0 25 1 1 1 1 1", False)),
+        *(("0 25 1 1 bob", False), ("1,,2 3 4 5 6", False), ("1.5 2 3 4 5", False)),
+        *(("monthly sunday lunch march plan", False), ("2026-12-02 1 2 3 99", False)),
     ],
 )
 def test_a_text_is_a_schedule_or_a_name(text: str, is_schedule: bool) -> None:
@@ -812,6 +925,18 @@ def test_a_text_is_a_schedule_or_a_name(text: str, is_schedule: bool) -> None:
 )
 def test_a_schedule_may_name_its_zone_itself(value: object, named: bool) -> None:
     assert names_zone(value) == named
+
+
+@pytest.mark.parametrize(
+    ("rule", "has"),
+    [
+        *((Crontab("* * * * *"), True), (Recurrence("DTSTART:20270101\nFREQ=HOURLY"), True)),
+        *((Interval(1000, relative=True), True), (Interval(1000), False)),
+        *((OneShot(5), False), (Solar("sunset", 48.8, 2.3), False), (Custom("a.B"), False)),
+    ],
+)
+def test_a_time_zone_matters_to_rules_by_a_clock(rule: Schedule, has: bool) -> None:
+    assert has_clock(rule) == has
 
 
 class Nameless(tzinfo):

@@ -142,6 +142,7 @@ BAD: list[tuple[str, Any]] = [
     *(("dtimer_coalesce", value) for value in (None, 1, "yes")),
     *(("dtimer_misfire_grace_time", value) for value in (0, 0.5, -1, "60", True, 1e12)),
     *(("dtimer_max_catch_up", value) for value in (-1, 1.5, True, None, 10_001)),
+    *(("beat_cron_starting_deadline", value) for value in ("60", float("inf"), -5, True)),
     *(("dtimer_history", value) for value in (-1, 1.5, True, None)),
     *(("dtimer_heartbeat_interval", value) for value in NOT_SECONDS),
     *(("dtimer_check_interval", value) for value in NOT_SECONDS),
