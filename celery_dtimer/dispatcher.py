@@ -316,7 +316,7 @@ class Dispatcher:
         waiting = turn.timers
         while waiting and not tally.is_cut_short:
             batch, waiting = waiting[: self._limit], waiting[self._limit :]
-            settled, is_whole = self._prepare(lease, batch, turn.now_ms, link, tally, until)
+            settled, is_whole = self._prepare(lease, batch, turn.now_ms, link, tally)
             if self._committing is not None:
                 following = self._settle(lease, tally)
                 if following is None:
@@ -346,7 +346,6 @@ class Dispatcher:
         now_ms: int,
         link: Link | None,
         tally: _Tally,
-        until: float,
     ) -> tuple[list[Settlement], bool]:
         """Decide on a batch, and publish its runs or build their messages.
 
@@ -357,6 +356,7 @@ class Dispatcher:
         """
         definitions = self._definitions.of(timers)
         last_runs_ms = self._last_runs_ms(definitions)
+        until = self._clock() + _LONGEST_PASS  # of this batch's own: a slow Redis is no slow rule
         settled: list[Settlement] = []
         planned: list[Settlement] = []
         for timer in timers:

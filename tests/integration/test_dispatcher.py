@@ -129,6 +129,27 @@ def test_a_batch_that_takes_long_to_decide_is_dispatched_in_parts(
     beat.store.close()
 
 
+def test_a_redis_that_answers_slowly_does_not_make_batches_smaller(
+    service: Service, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = [0.0]
+    beat = Beat(service, broker, seconds=lambda: seconds[0])
+
+    def slow(call: Any) -> Any:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            seconds[0] += 1
+            return call(*args, **kwargs)
+
+        return answer
+
+    for name in ("due", "begin_commit", "definitions"):
+        monkeypatch.setattr(beat.store, name, slow(getattr(beat.store, name)))
+    service.add_many(4)
+    service.clock.advance(11)
+    assert beat.step().sent == 4
+    beat.store.close()
+
+
 def test_batches_of_one_pass_are_committed_one_by_one(beat: Beat, broker: Broker) -> None:
     size = beat.service.settings.batch_size
     count = 2 * size + 10
