@@ -5,6 +5,9 @@
 PYTHON ?= python3
 ARGS ?=
 
+# The tests that kill beats mostly wait: all of them go to one process, the others run beside them.
+PARALLEL := --numprocesses=2 --dist=loadgroup
+
 CODE := celery_dtimer tests example_project
 VENV := .venv
 DEMO_VENV := .venv-demo
@@ -25,7 +28,7 @@ help: ## Show this list
 venv: $(VENV)/.installed ## Make .venv with all that development needs
 
 test: $(VENV)/.installed ## Run all tests
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 failover: $(VENV)/.installed ## Run the tests that kill beats and servers, at full length
 	DTIMER_TEST_SECONDS=60 $(VENV)/bin/python -m pytest --timeout=600 tests/failover $(ARGS)
@@ -61,7 +64,7 @@ matrix: ## Run the tests on several Pythons, with old libraries and with new one
 	    "$$venv/bin/python" -m pip install --quiet --upgrade "pip>=25.1" && \
 	    "$$venv/bin/python" -m pip install --quiet --group test --editable . \
 	      $$([ $$age = newest ] || echo $(OLDEST)) && \
-	    "$$venv/bin/python" -m pytest $(ARGS) || exit 1; \
+	    "$$venv/bin/python" -m pytest $(PARALLEL) $(ARGS) || exit 1; \
 	  done; \
 	done
 

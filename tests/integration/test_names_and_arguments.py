@@ -16,6 +16,7 @@ from celery_dtimer import DistributedTimer
 from celery_dtimer.errors import DistributedTimerError, InvalidTimerError, TimerNotFoundError
 from tests.conftest import KeyLeaks, MakeApp, ReadQueue
 from tests.integration.conftest import StartTimers
+from tests.naming import named
 from tests.waiting import wait_until
 
 NAMES = [
@@ -135,7 +136,7 @@ def test_nan_arrives_as_nan(timers: DistributedTimer) -> None:
     assert math.isnan(value)
 
 
-@pytest.mark.parametrize("value", REFUSED, ids=repr)
+@pytest.mark.parametrize("value", REFUSED, ids=named)
 @pytest.mark.parametrize("place", ["args", "kwargs"])
 def test_what_cannot_be_stored_is_refused_and_leaves_nothing(
     timers: DistributedTimer, key_leaks: KeyLeaks, prefix: str, place: str, value: Any
@@ -168,7 +169,7 @@ BAD_SCHEDULES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("schedule", BAD_SCHEDULES, ids=repr)
+@pytest.mark.parametrize("schedule", BAD_SCHEDULES, ids=named)
 def test_a_wrong_schedule_is_refused_by_name_and_leaves_nothing(
     timers: DistributedTimer, key_leaks: KeyLeaks, prefix: str, schedule: Any
 ) -> None:

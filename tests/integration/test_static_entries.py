@@ -28,6 +28,7 @@ from celery_dtimer.model import Lease, Timer, timer_id, to_datetime, to_ms
 from celery_dtimer.schedules import Crontab, Interval, OneShot, Solar
 from tests.conftest import MakeApp
 from tests.integration.conftest import START_MS, Service
+from tests.naming import named
 
 UTC = timezone.utc
 GOOD: dict[str, Any] = {"task": "record", "schedule": 10}
@@ -71,7 +72,7 @@ class Beat:
         ({"schedule": solar("sunset", 48.8, 2.3)}, Solar("sunset", 48.8, 2.3)),
         ({"schedule": datetime(2030, 1, 1, tzinfo=UTC)}, OneShot(1_893_456_000_000)),
     ],
-    ids=repr,
+    ids=named,
 )
 def test_schedules_mean_what_they_mean_in_celery(app: Celery, fields: Any, rule: Any) -> None:
     assert definition_of(app, "n", {**GOOD, **fields}).schedule == rule
@@ -119,7 +120,7 @@ UNSTORABLE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", UNSTORABLE, ids=repr)
+@pytest.mark.parametrize("fields", UNSTORABLE, ids=named)
 def test_what_only_the_code_has_stays_there(service: Service, app: Celery, fields: Any) -> None:
     beat = Beat(service, app, {"bound": {**GOOD, **fields}, "plain": GOOD})
     assert beat.declaration.bound.keys() == {"bound"}

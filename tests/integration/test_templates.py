@@ -19,6 +19,7 @@ from celery_dtimer.store import Message
 from celery_dtimer.templates import delivery_tag
 from tests.conftest import MakeApp
 from tests.integration.test_publisher import MakePublisher, a_task, make_publisher, run_of
+from tests.naming import named
 from tests.servers import RedisServer
 
 __all__ = ["make_publisher"]
@@ -186,7 +187,7 @@ class Overridden(Task):  # type: ignore[type-arg]
         {"conf": {"task_send_sent_event": True}},
         {"conf": {"task_protocol": 1}},
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_is_evaluated_for_each_message_takes_the_full_path(
     publishers: Any, case: dict[str, Any]

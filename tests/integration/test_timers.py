@@ -29,6 +29,7 @@ from celery_dtimer.schedules import Crontab, Interval, OneShot
 from celery_dtimer.store import DueTimer, Reading, Settlement, Store
 from tests.conftest import MakeApp
 from tests.integration.conftest import START_MS, Clock
+from tests.naming import named
 from tests.servers import RedisServer
 
 UTC = timezone.utc
@@ -177,7 +178,7 @@ SCHEDULES: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "rule"), SCHEDULES, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(("given", "rule"), SCHEDULES, ids=named)
 def test_schedules_in_every_form(timers: Timers, given: Any, rule: Any) -> None:
     timers.create_timer("a", given, "record")
     assert timers.get_timer("a").schedule == rule
@@ -266,7 +267,7 @@ WRONG: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=named)
 def test_wrong_input_is_refused_by_its_fields_name_and_stores_nothing(
     timers: Timers, stored: Any, field: str, value: Any
 ) -> None:
@@ -282,7 +283,7 @@ def test_wrong_input_is_refused_by_its_fields_name_and_stores_nothing(
     assert "timers[1]" in str(bulk.value)
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=named)
 def test_a_wrong_change_leaves_the_timer_as_it_is(timers: Timers, field: str, value: Any) -> None:
     key, value = value if isinstance(value, tuple) else (field, value)
     if value is None and key not in ("name", "schedule", "callback"):

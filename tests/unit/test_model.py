@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kombu.utils import json
 
 from celery_dtimer import model
-from celery_dtimer.errors import InvalidTimerError, shown
+from celery_dtimer.errors import InvalidTimerError
 from celery_dtimer.model import (
     MAX_DEFINITION_BYTES,
     UNASSIGNED,
@@ -41,6 +41,7 @@ from celery_dtimer.model import (
 )
 from celery_dtimer.options import check_options
 from celery_dtimer.schedules import Interval
+from tests.naming import named
 
 NOW_MS = 1_750_000_000_000
 EVERY_10_S = Interval(10_000)
@@ -184,12 +185,12 @@ REFUSED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", STORABLE, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize("value", STORABLE, ids=named)
 def test_what_celery_carries_is_storable(value: Any) -> None:
     check_storable("args", [value])
 
 
-@pytest.mark.parametrize("value", REFUSED, ids=shown)
+@pytest.mark.parametrize("value", REFUSED, ids=named)
 def test_what_celery_changes_is_refused_by_the_fields_name(value: Any) -> None:
     with pytest.raises(InvalidTimerError, match=r"^args=.*expected what Celery's JSON carries"):
         check_storable("args", [value])
@@ -203,7 +204,7 @@ def test_what_contains_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize("field", ["args", "kwargs"])
-@pytest.mark.parametrize("value", [*STORABLE, *REFUSED, "a", 1, True, None, 0.5], ids=shown)
+@pytest.mark.parametrize("value", [*STORABLE, *REFUSED, "a", 1, True, None, 0.5], ids=named)
 def test_what_passes_at_a_glance_comes_back_as_it_went_in(field: str, value: Any) -> None:
     given: Any = [value] if field == "args" else {"key": value}
     if _is_plain(given):
@@ -277,14 +278,14 @@ def test_a_definition_larger_than_a_batch_is_refused() -> None:
 
 GOOD_OPTIONS: list[dict[str, Any]] = [
     {"queue": "q", "priority": 0, "headers": {"a": 1}, "serializer": "json"},
-    *({"expires": value} for value in (1, 0.5, None, datetime.now(timezone.utc))),
+    *({"expires": value} for value in (1, 0.5, None, datetime(2030, 1, 1, tzinfo=timezone.utc))),
     {"time_limit": 3, "soft_time_limit": 2.5, "countdown": 1},
     {"MessageGroupId": "g"},  # of a broker's transport
     {"user_id": "u", "correlation_id": "c"},  # of the message
 ]
 
 
-@pytest.mark.parametrize("options", GOOD_OPTIONS, ids=repr)
+@pytest.mark.parametrize("options", GOOD_OPTIONS, ids=named)
 def test_options_of_apply_async_and_the_transport_are_accepted(options: dict[str, Any]) -> None:
     assert check_options(options) == options
 
@@ -309,7 +310,7 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), BAD_OPTIONS, ids=repr)
+@pytest.mark.parametrize(("name", "value"), BAD_OPTIONS, ids=named)
 def test_an_option_that_cannot_work_is_refused_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(InvalidTimerError) as caught:
         check_options({name: value})

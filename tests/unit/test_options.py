@@ -14,6 +14,7 @@ from celery_dtimer.errors import InvalidTimerError
 from celery_dtimer.model import Definition, check_storable, decode_definition
 from celery_dtimer.options import check_options, plain_signature
 from celery_dtimer.schedules import Interval
+from tests.naming import named
 
 UTC = timezone.utc
 NOON = datetime(2030, 7, 1, 12, 0)  # noqa: DTZ001 naive on purpose
@@ -45,7 +46,7 @@ GOOD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", GOOD, ids=repr)
+@pytest.mark.parametrize("options", GOOD, ids=named)
 def test_options_of_apply_async_and_the_transport_are_accepted(options: dict[str, Any]) -> None:
     before = repr(options)
     checked = check_options(options)
@@ -153,7 +154,7 @@ def test_a_link_may_be_a_canvas_with_links_and_loses_its_ids() -> None:
 @pytest.mark.parametrize(
     "value",
     ["task", ["task"], 5, True, [None], [[Signature("t")]], {}, {"task": 5}, group([]), object()],
-    ids=repr,
+    ids=named,
 )
 def test_a_link_that_is_no_signature_is_refused(name: str, value: Any) -> None:
     with pytest.raises(
@@ -188,7 +189,7 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), BAD, ids=repr)
+@pytest.mark.parametrize(("name", "value"), BAD, ids=named)
 def test_an_option_that_cannot_work_is_refused_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(InvalidTimerError) as caught:
         check_options({name: value})

@@ -13,6 +13,7 @@ from celery.exceptions import ImproperlyConfigured
 from celery_dtimer.errors import DistributedTimerError, SettingsError
 from celery_dtimer.policy import Defaults
 from celery_dtimer.settings import Settings, defaults
+from tests.naming import named
 
 URL = "redis://127.0.0.1:6379/0"
 
@@ -162,7 +163,7 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), BAD, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize(("name", "value"), BAD, ids=named)
 def test_a_bad_value_is_refused_by_the_settings_name(name: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=name) as caught:
         settings_of(**{name: value})
