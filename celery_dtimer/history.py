@@ -25,7 +25,7 @@ _REASONS = {
     planning.MISFIRE: "it would have been later than its misfire_grace_time allows",
     planning.COALESCED: "it was missed, and another run stood for it",
     planning.BACKLOG: "more runs were missed than max_catch_up makes up",
-    planning.PAUSED: "the timer was paused",
+    planning.PAUSED: "the timer was paused, stopped or broken",
     planning.ENDED: "the timer had come to its end",
     planning.SUPERSEDED: "the timer was given another schedule, or end, before it was sent",
 }

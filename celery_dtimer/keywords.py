@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import tzinfo
+from types import NoneType
 from typing import Any
 
 from celery import Celery
@@ -58,6 +59,8 @@ def define(
     description = keywords.get("description", current.description if current else "")
     if not isinstance(description or "", str):
         raise invalid("description", description, "a str")
+    if not isinstance(keywords.get("relative"), (bool, NoneType)):
+        raise invalid("relative", keywords["relative"], "True or False")
     if keywords.get("timezone") is not None:
         schedules.zone_name(keywords["timezone"])  # a wrong one shows, also where none matters
     own_zone = _own_zone(current, keywords)
@@ -108,13 +111,12 @@ def _rule(
     """Return the rule of a timer; of the current one's stays what is not named."""
     if _is_kept(schedule, current):
         return _changed_rule(schedule, keywords, default_zone)
-    relative, dst = keywords.get("relative"), keywords.get("dst")
     rule = schedules.parse(
         schedule,
         timezone=keywords.get("timezone"),
         default_timezone=default_zone,
-        relative=bool(relative),
-        dst=dst,
+        relative=bool(keywords.get("relative")),
+        dst=keywords.get("dst"),
         start_ms=start_ms,
         bound=is_code,
     )

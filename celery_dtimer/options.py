@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta, timezone, tzinfo
 from functools import lru_cache, partial
 from typing import Any
 
+from celery.utils.time import maybe_iso8601
 from kombu import Exchange, Queue
+from kombu.compression import encoders, get_encoder
 from kombu.serialization import registry  # type: ignore[attr-defined]
 
 from celery_dtimer import policy, schedules
 from celery_dtimer.errors import invalid
 
+_LONGEST = 1000 * 365 * 86_400  # seconds
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
@@ -43,6 +45,8 @@ def check_options(options: Mapping[str, Any], zone: tzinfo | str = "UTC") -> dic
         field = f"options[{name!r}]"
         if not isinstance(value, kinds) or (isinstance(value, bool) and object not in kinds):
             raise invalid(field, value, accepted)
+        if kinds is _SECONDS[0] and not _is_short(value):
+            raise invalid(field, value, f"{accepted}, within 1000 years")
         if name == "expires":
             checked[name] = _expires(field, value, zone)
         elif isinstance(value, timedelta):
@@ -52,16 +56,43 @@ def check_options(options: Mapping[str, Any], zone: tzinfo | str = "UTC") -> dic
         elif name == "serializer" and value not in registry.name_to_type:
             known = ", ".join(sorted(map(str, registry.name_to_type)))
             raise invalid(field, value, f"one of {known}")
+        elif name == "eta":
+            _check_eta(field, value, accepted)
+        elif name == "compression":
+            _check_compression(field, value)
+        elif name == "delivery_mode" and value not in _DELIVERY_MODES:
+            raise invalid(field, value, f"one of {', '.join(map(str, _DELIVERY_MODES))}")
     return checked
+
+
+def _check_compression(field: str, value: Any) -> None:
+    try:
+        get_encoder(value)
+    except KeyError:
+        accepted = f"one that kombu knows: {', '.join(sorted(encoders()))}, or a short name of one"
+        raise invalid(field, value, accepted) from None
+
+
+def _check_eta(field: str, value: Any, accepted: str) -> None:
+    try:
+        maybe_iso8601(value)
+    except ValueError:
+        raise invalid(field, value, accepted) from None
+
+
+def _is_short(value: Any) -> bool:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    return bool(abs(seconds) < _LONGEST)
 
 
 def _expires(field: str, value: Any, zone: tzinfo | str) -> Any:
     if isinstance(value, datetime):
+        moment_ms = schedules.moment_ms(field, value, zone)
         if value.utcoffset() is not None:
             return value
-        return _EPOCH + timedelta(milliseconds=schedules.moment_ms(field, value, zone))
+        return _EPOCH + timedelta(milliseconds=moment_ms)
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not (seconds > 0 and math.isfinite(seconds)):
+    if not 0 < seconds < _LONGEST:
         accepted = "more than 0 seconds, counted from each sending: else no message is ever run"
         raise invalid(field, value, accepted)
     return seconds
@@ -93,6 +124,11 @@ _OPTION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "serializer": ((str,), "the name of a serializer"),
     "priority": ((int,), "a whole number"),
     "headers": ((Mapping,), "a dict"),
+    "stamped_headers": ((list, tuple), "a list of the names of headers"),
+    "retry_policy": ((Mapping,), "a dict"),
+    "eta": ((datetime, str), "a datetime, or its ISO 8601 text"),
+    "compression": ((str,), "the name of a compression"),
+    "delivery_mode": ((int, str), "a mode of delivery"),
     "expires": (
         (int, float, timedelta, datetime),
         "seconds or a timedelta, counted from each sending, or a datetime (a text is neither)",
@@ -102,6 +138,7 @@ _OPTION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "soft_time_limit": _SECONDS,
     **dict.fromkeys(LINKS, _SIGNATURES),
 }
+_DELIVERY_MODES = (1, 2, "transient", "persistent")
 _FIELD_NAMES = (
     *("name", "schedule", "callback", "args", "kwargs", "timezone", "dst", "relative"),
     *("description", *policy.KEYWORDS),

@@ -18,9 +18,9 @@ from celery_dtimer.schedules import Crontab, Custom, OneShot
 MISFIRE = "misfire"  #: it would have been later than the timer allows
 COALESCED = "coalesced"  #: another run stood for it
 BACKLOG = "backlog"  #: more runs were missed than are made up
-PAUSED = "paused"  #: the timer was paused
+PAUSED = "paused"  #: the timer was paused, stopped or set aside
 ENDED = "ended"  #: nothing may be sent any more
-SUPERSEDED = "superseded"  #: the timer was given another schedule before it was sent
+SUPERSEDED = "superseded"  #: the timer was given another schedule, or end, before it was sent
 REASONS = (MISFIRE, COALESCED, BACKLOG, PAUSED, ENDED, SUPERSEDED)
 
 _DEFAULTS = Defaults()
@@ -127,20 +127,38 @@ def is_rescheduled(existing: TimerState, revision: str) -> bool:
     return schedule_part(existing.revision) != schedule_part(revision)
 
 
-def given_up(definition: Definition, existing: TimerState, now_ms: int) -> Skip | None:
+def given_up(
+    definition: Definition, existing: TimerState, now_ms: int, kept: Definition | None = None
+) -> Skip | None:
     """Return the runs that have come, and do not happen once a timer has another schedule.
+
+    Those of a timer that did not run anyway count as of the time when it was paused.
 
     Args:
         definition: the timer's, as it has been.
         existing: the timer as it is stored.
         now_ms: the server's time.
+        kept: what it is to be, if the run that is due stays: then only those after its end count.
     """
+    reason = SUPERSEDED if existing.status == "active" else PAUSED
     due_ms = existing.due_ms
+    if due_ms is not None and kept is not None:
+        first_ms = _first_cut_off(definition, kept, existing, due_ms)
+        is_due = first_ms is not None and first_ms <= now_ms
+        return _skip(reason, definition, first_ms, now_ms) if first_ms and is_due else None
     if due_ms is None or due_ms > now_ms or due_ms == existing.last_sent_ms:
         return None
-    reasons = {"active": SUPERSEDED, "paused": PAUSED}
-    reason = reasons.get(existing.status)
-    return None if reason is None else _skip(reason, definition, due_ms, now_ms)
+    return _skip(reason, definition, due_ms, now_ms)
+
+
+def _first_cut_off(
+    old: Definition, new: Definition, existing: TimerState, due_ms: int
+) -> int | None:
+    """Return the first run after the due one that a timer does not have with an earlier end."""
+    max_runs, after_ms = new.policy.max_runs, new.last_ms
+    if max_runs is not None and existing.runs + 1 >= max_runs:
+        after_ms = due_ms
+    return None if after_ms is None else _run_after(old, max(after_ms, due_ms), due_ms)
 
 
 def _woken(existing: TimerState) -> Status:
@@ -481,7 +499,7 @@ def _next_due(definition: Definition, state: TimerState, now_ms: int) -> int | N
 
 
 def run_near(definition: Definition, moment_ms: int, anchor_ms: int, near_ms: int) -> int | None:
-    """Return the scheduled moment of a run that lies near a moment, None if none does.
+    """Return the scheduled moment of the run that is nearest to a moment, None if none is near.
 
     Args:
         definition: the timer's.
@@ -494,6 +512,11 @@ def run_near(definition: Definition, moment_ms: int, anchor_ms: int, near_ms: in
         found_ms: int | None = schedule.at_ms
     else:
         found_ms = schedule.next_run_after(moment_ms - near_ms - 1, anchor_ms)
+        while found_ms is not None and found_ms < moment_ms:
+            next_ms = schedule.next_run_after(found_ms, anchor_ms)
+            if next_ms is None or abs(next_ms - moment_ms) > moment_ms - found_ms:
+                break
+            found_ms = next_ms
     return found_ms if found_ms is not None and abs(found_ms - moment_ms) <= near_ms else None
 
 

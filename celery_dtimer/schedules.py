@@ -533,7 +533,11 @@ def moment_ms(field: str, value: object, zone: dt.tzinfo | str) -> int:
     """
     if not isinstance(value, dt.datetime):
         raise invalid(field, value, "a datetime")
-    if value.utcoffset() is None:
+    try:
+        is_naive = value.utcoffset() is None
+    except NotImplementedError:
+        raise invalid(field, value, "a datetime whose tzinfo tells its offset") from None
+    if is_naive:
         value = value.replace(tzinfo=zones.zone_of(zone_name(zone)))
     try:
         moment = value.astimezone(UTC)
@@ -541,7 +545,9 @@ def moment_ms(field: str, value: object, zone: dt.tzinfo | str) -> int:
     except OverflowError:
         raise invalid(field, value, "a moment within the years 2 to 9998") from None
     at_ms = _to_ms(moment)
-    if shown.replace(tzinfo=None) != value.replace(tzinfo=None):
+    # A tzinfo of pytz has one offset, which arithmetic leaves as it was: then it is what counts.
+    has_clocks = not hasattr(value.tzinfo, "localize")
+    if has_clocks and shown.replace(tzinfo=None) != value.replace(tzinfo=None):
         at_ms = _gap_end_ms(value) or at_ms
     if not _FIRST_MS <= at_ms < _LAST_MS:
         raise invalid(field, value, "a moment within the years 2 to 9998")

@@ -787,8 +787,8 @@ class Store:
         arming = planning.arm(definition, state, now_ms, wakes=wakes)
         if arming is None:
             return True
-        if not arming.keeps_due:
-            arming = arming._replace(skip=planning.given_up(old, state, now_ms))
+        kept = definition if arming.keeps_due else None
+        arming = arming._replace(skip=planning.given_up(old, state, now_ms, kept))
         return not self._begin_upsert([(definition, state, arming)], state.source)()[1]
 
     def _begin_write(
@@ -832,17 +832,18 @@ class Store:
     def _with_skips(
         self, rows: list[tuple[_Stored, TimerState | None, planning.Arming]], now_ms: int
     ) -> list[tuple[_Stored, TimerState | None, planning.Arming]]:
-        """Return rows with the runs that are given up for another schedule: the old one tells."""
+        """Return rows with the runs that are given up for what is new: the old ones tell."""
         overdue = {
-            state.id: state
-            for _, state, arming in rows
-            if state is not None and not arming.keeps_due and (state.due_ms or now_ms) < now_ms
+            state.id: (state, each if arming.keeps_due and isinstance(each, Definition) else None)
+            for each, state, arming in rows
+            if state is not None and (state.due_ms or now_ms) < now_ms
         }
         skips: dict[str, planning.Skip | None] = {}
         for id, blob in zip(overdue, self.definitions(list(overdue)), strict=True):
             with contextlib.suppress(InvalidTimerError):  # then nobody knows which they were
                 if blob is not None:
-                    skips[id] = planning.given_up(decode_definition(blob), overdue[id], now_ms)
+                    state, kept = overdue[id]
+                    skips[id] = planning.given_up(decode_definition(blob), state, now_ms, kept)
         return [
             (each, state, arming._replace(skip=skips.get(each.id))) for each, state, arming in rows
         ]

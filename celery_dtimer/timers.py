@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta, tzinfo
 from functools import partial
 from itertools import islice
@@ -43,7 +44,7 @@ from celery_dtimer.model import (
     timer_id,
     to_datetime,
 )
-from celery_dtimer.policy import check_policy, parse_policy
+from celery_dtimer.policy import Defaults, check_policy, parse_policy
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store, attempts
@@ -610,7 +611,8 @@ class DistributedTimer:
         clock = definition.schedule
         own_zone = getattr(clock, "timezone", None) if schedules.has_clock(clock) else None
         zone = zone_of(zone_name(timezone or own_zone or self.app.timezone))
-        defaults = Settings.from_app(self.app, self._service).defaults
+        # They matter to what a timer has missed.
+        defaults = Defaults() if state is None else self.store.settings.defaults
         runs = planning.upcoming(definition, state, after_ms, now_ms, defaults)
         return [to_datetime(moment_ms).astimezone(zone) for moment_ms in islice(runs, n)]
 
@@ -761,10 +763,22 @@ class DistributedTimer:
 
         Raises:
             TimerNotFoundError: there is none.
-            InvalidTimerError: it has nothing to send: it is broken, or a one-shot that has run.
+            InvalidTimerError: it has nothing to send: it is broken, or a one-shot that has run, or
+                its ``expires`` has come, so that no worker would run it.
         """
-        code = self.store.trigger(self._resolve(timer).id, new_trigger_id())
+        id = self._resolve(timer).id
+        self._check_unexpired(timer, id)
+        code = self.store.trigger(id, new_trigger_id())
         _check(code, timer, "has nothing to send: it is broken, or has run and is over")
+
+    def _check_unexpired(self, timer: str, id: str) -> None:
+        blob = self.store.definitions([id])[0]
+        expires_ms = None
+        if blob is not None:
+            with suppress(InvalidTimerError):  # the store refuses what cannot be read
+                expires_ms = decode_definition(blob).expires_ms
+        if expires_ms is not None and expires_ms <= self.store.now_ms():
+            raise InvalidTimerError(f"timer {shown(timer)} has nothing to send: it has expired")
 
     def delete_timer(self, timer: str) -> None:
         """Delete a timer, with its pending triggers.

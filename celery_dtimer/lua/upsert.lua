@@ -11,7 +11,7 @@
 -- Returns {now}, and for each timer that is not as it was read its place in the call, from 0, and its hash, empty when
 -- there is no timer: then nothing of it was written.
 -- A due time is later than the timer's last run, whatever was asked for. Runs that are given up are counted if the first of
--- them still is the one that is due, and its owner is not about to publish it.
+-- them still is to come, and is not the one that is due while it is out, or its owner about to publish it.
 -- Worst case: O(instances + timers of the call * log timers).
 
 local FIRST, STRIDE = 4, 3 -- the first timer's values, and how many each has
@@ -66,7 +66,10 @@ end
 -- Count the runs that have come and do not happen.
 local function give_up(id, row, given_up)
   local reason, runs, first, last = string.match(given_up, '^(%a+):(%d+):(%d+):(%d+)$')
-  if reason and row.due == first and row.last_sent ~= first and not in_flight(id, row.owner) then
+  if not reason or number(row.due, math.huge) > tonumber(first) then
+    return
+  end
+  if row.due ~= first or (row.last_sent ~= first and not in_flight(id, row.owner)) then
     note_passed(id, reason, runs, first, last)
   end
 end

@@ -8,10 +8,11 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
+from celery import Celery
 from celery.schedules import crontab
 from dateutil.rrule import DAILY, rrule
 
-from celery_dtimer import ConflictError, InvalidTimerError, TimerNotFoundError
+from celery_dtimer import ConflictError, DistributedTimer, InvalidTimerError, TimerNotFoundError
 from celery_dtimer.model import to_datetime
 from tests.conftest import MakeApp
 from tests.integration.conftest import START_MS
@@ -52,6 +53,29 @@ def test_why_tells_what_was_sent_and_what_was_not(timers: Timers) -> None:
     timers.clock.advance(20)
     timers.resume_timer("a")
     assert "was paused" in timers.why("a", START + timedelta(seconds=50))
+
+
+@pytest.mark.parametrize(("every", "late"), [(0.5, 5), (0.1, 3)])
+def test_why_finds_the_run_itself_among_close_ones(
+    timers: Timers, every: float, late: float
+) -> None:
+    timers.create_timer("a", every, "record")
+    timers.fire()
+    timers.clock.advance(late)
+    timers.pause_timer("a")
+    timers.resume_timer("a")
+    for run in range(1, round(late / every)):
+        moment = START + timedelta(seconds=every * run)
+        assert "was paused" in timers.why("a", moment), run
+
+
+def test_what_has_expired_is_not_triggered(timers: Timers) -> None:
+    timers.create_timer("a", 10, "record", expires=START + timedelta(seconds=25))
+    timers.clock.advance(24)
+    timers.trigger_timer("a")
+    timers.clock.advance(1)
+    with pytest.raises(InvalidTimerError, match="'a' has nothing to send: it has expired"):
+        timers.trigger_timer("a")
 
 
 def test_why_takes_a_datetime_and_the_apps_zone(make_app: MakeApp) -> None:
@@ -112,6 +136,11 @@ def test_a_schedule_is_previewed_without_redis(
 ) -> None:
     timers = Timers(make_app(dtimer_redis_url="redis://127.0.0.1:1/0"))
     assert seconds(timers.preview(schedule, 3, after=START, **keywords)) == expected
+
+
+def test_a_schedule_is_previewed_where_no_redis_is_named() -> None:
+    timers = DistributedTimer(Celery("orders", broker="amqp://guest@localhost//"))
+    assert seconds(timers.preview(20, 2, after=START, start_at=START)) == [20, 40]
 
 
 def test_a_preview_without_a_moment_begins_now(make_app: MakeApp) -> None:

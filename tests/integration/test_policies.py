@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -368,6 +369,24 @@ def test_a_run_that_is_given_up_for_another_schedule_is_superseded(
     beat.service.clock.advance(10 + late)
     beat.service.add(every=20)
     assert beat.service.state(timer.id).skips.get("superseded", 0) == counted
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_what_lies_behind_an_earlier_end_is_superseded(
+    beat: Beat, broker: Broker, sent: bool
+) -> None:
+    policy = Policy(coalesce=False)
+    timer = beat.service.add(every=10, policy=policy)
+    beat.service.clock.advance(45)
+    if sent:
+        beat.service.set_field(timer.id, "last_sent", str(START_MS + 10_000))
+    beat.service.add(every=10, policy=replace(policy, end_ms=START_MS + 25_000))
+    assert beat.service.state(timer.id).skips == {"superseded": 2}
+    while beat.step().more:
+        pass
+    assert len(broker.sent) == (1 if sent else 2)
+    state = beat.service.state(timer.id)
+    assert (state.status, state.runs, state.skips) == ("stopped", 2, {"superseded": 2})
 
 
 def test_a_run_that_was_sent_is_not_superseded(beat: Beat) -> None:

@@ -1098,6 +1098,15 @@ def test_upsert_counts_the_runs_that_it_gives_up(service: Service) -> None:
     assert entry["skipped"] == f"{timer.id} superseded 3 {START_MS + 10_000} {START_MS + 30_000}"
 
 
+def test_upsert_counts_runs_behind_one_that_may_be_out(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.clock.advance(35)
+    service.store.due("a", epoch, Reading(10, marks=True))
+    _give_up(service, timer, START_MS + 20_000)
+    assert service.state(timer.id).skips == {"superseded": 3}
+
+
 @pytest.mark.parametrize("why", ["another due time", "sent", "in flight"])
 def test_upsert_counts_no_run_that_may_be_out(service: Service, why: str) -> None:
     epoch = service.join()

@@ -264,6 +264,9 @@ WRONG: list[tuple[str, Any]] = [
     *(("serializer", value) for value in ("jsn", 5, [])),
     *((name, "x") for name in ("task_id", "producer", "connection", "quue", "options")),
     *((name, "5") for name in ("countdown", "time_limit", "soft_time_limit")),
+    *(("relative", value) for value in ("no", 1, 0)),
+    *((name, "x") for name in ("eta", "compression", "delivery_mode", "retry_policy")),
+    *((name, value) for name in ("countdown", "expires") for value in (-math.inf, 1e300)),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -183,7 +184,13 @@ BAD: list[tuple[str, Any]] = [
     *(("routing_key", value) for value in (5, b"e")),
     *(("time_limit", value) for value in ("5", True)),
     *(("soft_time_limit", value) for value in ("5", True)),
-    *(("countdown", value) for value in ("5", True)),
+    *(("countdown", value) for value in ("5", True, math.nan, 1e300, timedelta.max)),
+    *(("expires", value) for value in (1e300, timedelta.max)),
+    *(("compression", value) for value in ("foo", 5)),
+    *(("delivery_mode", value) for value in ("x", 3, True)),
+    *(("retry_policy", value) for value in (5, [])),
+    *(("stamped_headers", value) for value in (5, "a")),
+    *(("eta", value) for value in (5, "x")),
     *((name, "x") for name in ("task_id", "producer", "connection", "options")),
     *((name, 1) for name in ("quue", "prioritiy", "expire", "timezon", "arg", "kwarg")),
 ]

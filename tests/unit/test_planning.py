@@ -592,8 +592,9 @@ def test_a_one_shot_whose_moment_passed_in_the_pause_runs_at_once() -> None:
         ("paused", NOW - 25_000, "paused"),
         ("active", NOW + 1, None),
         ("active", None, None),
-        ("stopped", NOW - 25_000, None),
-        ("broken", NOW - 25_000, None),
+        ("stopped", NOW - 25_000, "paused"),
+        ("broken", NOW - 25_000, "paused"),
+        ("stopped", None, None),
     ],
 )
 def test_what_has_come_is_given_up_for_another_schedule(
@@ -601,6 +602,26 @@ def test_what_has_come_is_given_up_for_another_schedule(
 ) -> None:
     found = planning.given_up(define(), stored(define(), status, due_ms), NOW)
     assert found == (None if reason is None else Skip(reason, 3, NOW - 25_000, NOW))
+
+
+@pytest.mark.parametrize("status", ["active", "paused"])
+@pytest.mark.parametrize(
+    ("bounds", "runs", "first_ms"),
+    [
+        ({"end_ms": NOW - 16_000}, 2, NOW - 15_000),
+        ({"end_ms": NOW - 15_000}, 1, NOW - 5_000),
+        ({"end_ms": NOW}, 0, NOW),
+        ({"max_runs": 4}, 2, NOW - 15_000),
+        ({"max_runs": 5}, 0, NOW),
+    ],
+)
+def test_what_lies_behind_an_earlier_end_is_given_up(
+    status: Status, bounds: dict[str, int], runs: int, first_ms: int
+) -> None:
+    state = stored(define(), status, NOW - 25_000, runs=3)
+    found = planning.given_up(define(), state, NOW, define(policy=Policy(**bounds)))
+    reason = "superseded" if status == "active" else "paused"
+    assert found == (Skip(reason, runs, first_ms, NOW) if runs else None)
 
 
 def test_a_run_that_is_out_is_not_given_up() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import pytest
+import pytz
 from celery import schedules as celery_schedules
 from celery.schedules import crontab, schedule, solar
 from celery.utils.time import LocalTimezone
@@ -1123,6 +1124,22 @@ def test_no_zone_changes_a_moment(rule: Schedule) -> None:
 )
 def test_the_moment_of_a_datetime(value: datetime, zone: Any, moment: str) -> None:
     assert moment_ms("end_at", value, zone) == ms(moment)
+
+
+@pytest.mark.parametrize("zone", [NEW_YORK, "Europe/Paris"])
+def test_the_offset_of_a_datetime_of_pytz_counts_whatever_its_zone_has_then(zone: str) -> None:
+    winter = pytz.timezone(zone).localize(datetime(2026, 1, 1, 12))  # noqa: DTZ001
+    summer = winter + timedelta(days=181)
+    assert moment_ms("end_at", summer, "UTC") == ms(summer.astimezone(UTC).isoformat()[:19])
+
+
+class Offsetless(tzinfo):
+    """A time zone that says nothing."""
+
+
+def test_a_datetime_whose_zone_tells_no_offset_is_refused() -> None:
+    with pytest.raises(InvalidTimerError, match=r"start_at=.*tzinfo"):
+        moment_ms("start_at", datetime(2026, 1, 1, tzinfo=Offsetless()), "UTC")
 
 
 LAST_TIME = datetime.max  # noqa: DTZ901
