@@ -255,8 +255,9 @@ class DistributedTimer:
                 or its text, or a datetime for a single run.
             callback: a task, its name, the short name of a callback, or a signature: of a task
                 (``task.s(...)``), or a chain, group or chord.
-            args: positional arguments, before which a callback gets its timer.
-            kwargs: keyword arguments.
+            args: positional arguments, in place of those of a signature; a callback gets its timer
+                before them.
+            kwargs: keyword arguments, beside those of a signature.
             timezone: by whose clocks the schedule goes, and the zone of datetimes that name none;
                 by default the app's. A timer without one follows the app's when that changes.
             dst: what becomes of a fixed time of a crontab or rrule that clocks leave out or show
