@@ -138,6 +138,7 @@ class _Committing(NamedTuple):
     """A commit that has been started."""
 
     reading: Reading
+    batch: list[Settlement]  #: what is in it
     answer: Callable[[], Committed] | None = None  #: waits for it; None when nothing is committed
 
 
@@ -175,6 +176,7 @@ class Dispatcher:
         self._clock = clock
         self._limit = store.settings.batch_size
         self._defaults = store.settings.defaults
+        self._bound = bound
         self._definitions = Definitions(store, bound)
         self._sequence = 0
         self._unsettled: list[Settlement] = []
@@ -355,7 +357,8 @@ class Dispatcher:
             what is to be committed, and whether that is all of the batch.
         """
         definitions = self._definitions.of(timers)
-        last_runs_ms = self._last_runs_ms(definitions)
+        # Few instances have a rule that is code: the others are not to pay for it.
+        last_runs_ms = self._last_runs_ms(definitions) if self._bound else {}
         until = self._clock() + _LONGEST_PASS  # of this batch's own: a slow Redis is no slow rule
         settled: list[Settlement] = []
         planned: list[Settlement] = []
@@ -455,26 +458,26 @@ class Dispatcher:
             is_last = len(batch) == len(settled)
             with contextlib.suppress(StoreUnavailableError):  # who waits for it tries once more
                 answer = self._send(lease, batch, reading if is_last else None)
-        self._committing = _Committing(reading, answer)
+        self._committing = _Committing(reading, batch, answer)
 
     def _settle(self, lease: Lease, tally: _Tally) -> Turn | None:
         """Commit what is unsettled; return what is due after it, None when that was not read."""
         committing, self._committing = self._committing, None
-        reading, answer = committing or (None, None)
+        reading, batch, answer = committing or (None, [], None)
         following = None
         while self._unsettled:
-            batch = _first_of(self._unsettled)
+            batch = batch or _first_of(self._unsettled)
             is_last = len(batch) == len(self._unsettled)
             committed = self._commit(lease, batch, reading if is_last else None, answer, tally)
-            answer = None
+            batch, settled, answer = [], batch, None
             self._answered = self._clock()
-            del self._unsettled[: len(batch)]
+            del self._unsettled[: len(settled)]
             if committed is None:
                 continue
             following = committed.turn
             self._sequence += 1
             self._on_progress()
-            refused = self._look_at(batch, committed, tally)
+            refused = self._look_at(settled, committed, tally)
             if refused:
                 self._unsettled += refused
                 tally.is_cut_short = True

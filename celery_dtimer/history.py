@@ -168,10 +168,10 @@ def _pending(definition: Definition, state: TimerState, run_ms: int, now_ms: int
         return "the timer is stopped: it does not run until it is resumed"
     if run_ms > now_ms:
         return f"the run is scheduled for {_shown(run_ms)}, which is still to come"
+    if run_ms == state.last_sent_ms:
+        return "the run was sent; its owner is still to count it"
     if state.attempts:
-        return (
-            f"the run is due: the broker has refused it {state.attempts} times, it is tried again"
-        )
+        return f"the run is due: it could not be sent {state.attempts} times, and is tried again"
     if state.at_ms is not None and state.at_ms > now_ms:
         return f"the run is due, and is sent at {_shown(state.at_ms)} (jitter)"
     if state.owner == UNASSIGNED:

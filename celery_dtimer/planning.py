@@ -144,8 +144,9 @@ def given_up(
     due_ms = existing.due_ms
     if due_ms is not None and kept is not None:
         first_ms = _first_cut_off(definition, kept, existing, due_ms)
-        is_due = first_ms is not None and first_ms <= now_ms
-        return _skip(reason, definition, first_ms, now_ms) if first_ms and is_due else None
+        if first_ms is None or first_ms > now_ms:
+            return None
+        return _skip(reason, definition, first_ms, now_ms)
     if due_ms is None or due_ms > now_ms or due_ms == existing.last_sent_ms:
         return None
     return _skip(reason, definition, due_ms, now_ms)
@@ -326,7 +327,10 @@ def plan(
         return Plan(following_ms) if is_plain else _planned(definition, following_ms)
     if defaults.coalesce if policy.coalesce is None else policy.coalesce:
         next_ms = _first_to_send(definition, due_ms, moment_ms + 1)
-        return _planned(definition, next_ms, _missed(definition, due_ms, next_ms, moment_ms))
+        until_ms = _before(next_ms, moment_ms)
+        missed = _count(definition, due_ms, until_ms, due_ms)
+        skip = Skip(COALESCED, missed, following_ms, until_ms) if missed else None
+        return _planned(definition, next_ms, skip)
     most = defaults.max_catch_up if policy.max_catch_up is None else policy.max_catch_up
     return _catch_up(definition, due_ms, following_ms, moment_ms, most, is_sent)
 
@@ -340,14 +344,9 @@ def _first_to_send(definition: Definition, due_ms: int, limit_ms: int) -> int | 
     return found_ms
 
 
-def _missed(
-    definition: Definition, due_ms: int, next_ms: int | None, moment_ms: int
-) -> Skip | None:
-    """Return the runs between two, up to a moment, for which the first of the two stands."""
-    until_ms = moment_ms if next_ms is None else min(next_ms - 1, moment_ms)
-    first_ms = _run_after(definition, due_ms, due_ms)
-    count = _count(definition, due_ms, until_ms, due_ms)
-    return Skip(COALESCED, count, first_ms, until_ms) if count and first_ms is not None else None
+def _before(next_ms: int | None, now_ms: int) -> int:
+    """Return until when runs are skipped: now, or just before the next one."""
+    return now_ms if next_ms is None else min(next_ms - 1, now_ms)
 
 
 def _is_over(definition: Definition, moment_ms: int, number: int) -> bool:
@@ -370,8 +369,7 @@ def _grace_ms(definition: Definition, defaults: Defaults) -> int | None:
 def _misfire(definition: Definition, due_ms: int, oldest_ms: int, now_ms: int) -> Plan:
     """Skip the runs that were to be sent before a moment; the next one may be due already."""
     next_ms = _first_to_send(definition, due_ms, oldest_ms)
-    until_ms = now_ms if next_ms is None else min(next_ms - 1, now_ms)
-    skip = _skip(MISFIRE, definition, due_ms, until_ms)
+    skip = _skip(MISFIRE, definition, due_ms, _before(next_ms, now_ms))
     return _planned(definition, next_ms, skip, sends=False)
 
 
@@ -390,8 +388,7 @@ def _catch_up(
     if dropped <= 0:
         return _planned(definition, following_ms, at_ms=now_ms)
     next_ms = _last_begin(definition, due_ms, now_ms, most)
-    until_ms = now_ms if next_ms is None else min(next_ms - 1, now_ms)
-    skip = Skip(BACKLOG, dropped, first_ms, until_ms)
+    skip = Skip(BACKLOG, dropped, first_ms, _before(next_ms, now_ms))
     return _planned(definition, next_ms, skip, sends=is_sent, at_ms=now_ms)
 
 
@@ -468,8 +465,9 @@ def upcoming(
     else:
         due_ms = _next_due(definition, state, now_ms)
         while due_ms is not None and due_ms <= now_ms:
-            owed = plan(definition, due_ms, now_ms, runs + 1, defaults=defaults)
-            if owed.sends and due_ms > after_ms:
+            is_sent = due_ms == state.last_sent_ms
+            owed = plan(definition, due_ms, now_ms, runs + 1, is_sent, defaults)
+            if owed.sends and due_ms > after_ms and not is_sent:
                 yield due_ms
             runs += owed.sends
             due_ms = owed.next_due_ms

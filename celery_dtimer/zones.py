@@ -36,6 +36,7 @@ LAST = (dt.datetime(9999, 1, 1, tzinfo=UTC) - EPOCH) // _SECOND
 
 # No offset reaches a day, so clocks never differ by more, nor are changed by more.
 _NEAR = 2 * DAY
+_FARTHEST = 80 * 366 * DAY  # no further is a rule looked for whose every match clocks leave out
 _NAMED = (
     "a zone that can be named: set Celery's timezone, or the environment variable TZ, to an IANA "
     "name such as 'Europe/Paris'"
@@ -255,10 +256,14 @@ def next_moment(timezone: str, after: int, next_wall: NextWall, dst: str | None)
             is none.
         dst: The name of a policy for fixed times; ``None`` follows elapsed time instead: the rule
             runs whenever clocks really show a matching time, so in no gap, and twice in a fold.
+
+    Returns:
+        the moment; None when there is none, or no run within 80 years of walls that do match.
     """
     policy = _SHOWN if dst is None else POLICIES[dst]
     after = max(after, _FIRST_BLOCK * _BLOCK)
-    while (period := _period_at(timezone, after)) is not None:
+    limit = after + _FARTHEST
+    while after < limit and (period := _period_at(timezone, after)) is not None:
         start, end, offset = period
         if after - start >= _NEAR:
             wall = next_wall(after + offset)

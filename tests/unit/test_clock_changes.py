@@ -16,14 +16,15 @@ from datetime import date, datetime, timedelta, timezone
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zoneinfo import TZPATH, ZoneInfo, available_timezones
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_dtimer.schedules import Crontab, Recurrence, Schedule
+from celery_dtimer import zones
+from celery_dtimer.schedules import Crontab, Recurrence, Schedule, parse
 
 logger = logging.getLogger(__name__)
 
@@ -574,3 +575,28 @@ def test_the_oracle_knows_of_changes() -> None:
     assert not changes("UTC")
     moments = [moment for moment, _ in changes("Africa/Casablanca")]
     assert bisect_left(moments, datetime(2026, 2, 15, tzinfo=UTC)) > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "zone"),
+    [
+        ("30 2 25-31 3 0", "Europe/Paris"),
+        ("30 2 8-14 3 0", "America/New_York"),
+        ("DTSTART:20260101T023000\nRRULE:FREQ=YEARLY;BYMONTH=3;BYDAY=-1SU", "Europe/Rome"),
+    ],
+)
+def test_a_rule_whose_every_time_is_left_out_never_runs(
+    rule: str, zone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not looked for until the end of time: that would hold up a beat for seconds."""
+    looked: list[int] = []
+    look = zones._period_at
+
+    def counted(timezone: str, moment: int) -> Any:
+        looked.append(moment)
+        return look(timezone, moment)
+
+    monkeypatch.setattr(zones, "_period_at", counted)
+    found = parse(rule, timezone=zone, default_timezone="UTC", dst="skip")
+    assert found.next_run_after(1_790_000_000_000, 1_790_000_000_000) is None
+    assert len(looked) < 1000
