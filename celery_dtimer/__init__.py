@@ -18,6 +18,7 @@ from celery_dtimer.errors import (
     TimerNotFoundError,
 )
 from celery_dtimer.model import Instance, Timer
+from celery_dtimer.runs import DeadLetter, RunRecord
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.timers import DistributedTimer
 from celery_dtimer.version import __version__
@@ -26,6 +27,7 @@ from celery_dtimer.worker import CallbackTimer
 __all__ = [
     "CallbackTimer",
     "ConflictError",
+    "DeadLetter",
     "DistributedScheduler",
     "DistributedTimer",
     "DistributedTimerError",
@@ -33,6 +35,7 @@ __all__ = [
     "FencedError",
     "Instance",
     "InvalidTimerError",
+    "RunRecord",
     "SettingsError",
     "StoreError",
     "StoreUnavailableError",

@@ -21,11 +21,13 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from celery_dtimer import planning
+from celery_dtimer.announcer import Announcer
 from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
 from celery_dtimer.faults import point
-from celery_dtimer.model import Definition, Lease, Run
-from celery_dtimer.policy import Defaults
+from celery_dtimer.model import Definition, Lease, Run, times_resent
+from celery_dtimer.overlaps import Overlaps
+from celery_dtimer.policy import PLAIN, Defaults
 from celery_dtimer.publisher import (
     BrokerDownError,
     Failure,
@@ -78,6 +80,9 @@ class Broker(Protocol):
 
     def expect(self, runs: Sequence[Run]) -> None:
         """Get ready for such runs; nothing is sent."""
+
+    def revoke(self, task_ids: Sequence[str]) -> None:
+        """Revoke and terminate tasks; raise when the workers can not be told."""
 
 
 class Mode(Protocol):
@@ -178,6 +183,9 @@ class Dispatcher:
         self._defaults = store.settings.defaults
         self._bound = bound
         self._definitions = Definitions(store, bound)
+        self._overlaps = Overlaps(store, broker.revoke)
+        self._announcer = Announcer(store.settings.service)
+        self._max_refusals = store.settings.max_refusals
         self._sequence = 0
         self._unsettled: list[Settlement] = []
         self._link: Link | None = None  # of what is not settled
@@ -199,6 +207,7 @@ class Dispatcher:
         tally = _Tally()
         last, self._last = self._last, None
         self._settle(lease, tally)
+        self._announcer.forget()
         started = self._clock()
         link = self._mode.link()
         turn = self._told_ahead(last, link) or self._read(lease, link)
@@ -374,12 +383,17 @@ class Dispatcher:
             self._on_progress()
         self._sort(planned, definitions)
         runs = [self._run(lease, each.timer, definitions[each.timer.id]) for each in planned]
+        if any(run.definition.policy is not PLAIN for run in runs):
+            planned, runs, put_off = self._overlaps.admit(lease, planned, runs)
+            settled += put_off
+        if self._announcer.is_heard:
+            self._announcer.prepared(definitions, planned, runs)
         point("between_due_and_publish")
         if not self._may_send(lease):
             return [], False
         outcomes = self._publish(lease, runs, link)
         for plan, run, outcome in zip(planned, runs, outcomes, strict=False):
-            settled.extend(_settlements(plan, run, outcome))
+            settled.extend(self._settlements(plan, run, outcome))
         self._on_progress()
         _log(runs, outcomes)
         is_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
@@ -434,16 +448,43 @@ class Dispatcher:
         self, lease: Lease, timer: DueTimer, definition: Definition | InvalidTimerError | None
     ) -> Run:
         assert isinstance(definition, Definition)  # noqa: S101 - else it would not be sent
+        resent = times_resent(timer.id) if timer.parent else 0
         return Run(
             self._store.settings.service,
             lease.instance,
             timer.parent or timer.id,
-            timer.id,
+            timer.parent if resent else timer.id,  # sent again, a run stays the same
             int(timer.created),
             timer.due_ms,
             timer.run_number,
             definition,
+            resent=resent,
         )
+
+    def _settlements(
+        self, planned: Settlement, run: Run, outcome: Outcome | Message
+    ) -> Iterator[Settlement]:
+        """Yield what is to be committed for a run: nothing when the broker is down."""
+        if isinstance(outcome, Message):
+            yield planned.pushing(outcome) if outcome.targets else planned
+        elif outcome is None:
+            yield planned
+        elif isinstance(outcome, RefusedError):
+            yield self._refused(planned, str(outcome))
+        elif isinstance(outcome, UnsendableError):
+            name = shown(run.definition.name)
+            logger.error("Timer %s is broken and set aside: %s", name, outcome)
+            yield Settlement(planned.timer, "broken", reason=str(outcome))
+
+    def _refused(self, planned: Settlement, why: str) -> Settlement:
+        """Return what becomes of a run that the broker has refused: it is tried again, for long."""
+        timer = planned.timer
+        if timer.refusals < self._max_refusals:
+            delay_ms = round(planning.retry_delay(timer.refusals) * 1000)
+            return Settlement(timer, "refused", delay_ms=delay_ms)
+        logger.error("Timer %s: a run was refused %s times: %s", timer.id, timer.refusals, why)
+        skip = planning.refuse(planned.skip, timer.due_ms, planning.REFUSED)
+        return planned._replace(done="dead", skip=skip, message=None, reason=why)
 
     # -- commit
 
@@ -477,7 +518,7 @@ class Dispatcher:
             following = committed.turn
             self._sequence += 1
             self._on_progress()
-            refused = self._look_at(settled, committed, tally)
+            refused = self._look_at(lease, settled, committed, tally)
             if refused:
                 self._unsettled += refused
                 tally.is_cut_short = True
@@ -528,10 +569,11 @@ class Dispatcher:
         raise failure
 
     def _look_at(
-        self, batch: Sequence[Settlement], committed: Committed, tally: _Tally
+        self, lease: Lease, batch: Sequence[Settlement], committed: Committed, tally: _Tally
     ) -> list[Settlement]:
         """Count and announce what was committed; return what is to be put off."""
         errors = iter(committed.errors)
+        is_heard = self._announcer.is_heard
         refused: list[Settlement] = []
         unsettled: list[str] = []
         for settlement, code in zip(batch, committed.codes, strict=True):
@@ -540,27 +582,31 @@ class Dispatcher:
                 if message is not None and message.published is not None:
                     message.published()
             elif code == PUSH_REFUSED:
-                refused.extend(self._refused_push(settlement.timer, next(errors), tally))
+                refused.extend(self._refused_push(settlement, next(errors), tally))
                 continue
+                if is_heard:
+                    self._announcer.settled(settlement, lease.instance)
             else:
                 unsettled.append(f"{settlement.timer.id} ({COMMIT_REFUSALS[code]})")
-                if message is not None:
-                    continue
-            tally.counts[settlement.done] += 1
+            self._overlaps.settled(settlement, code)
+            if code == COMMITTED or message is None:
+                tally.counts[settlement.done] += 1
         if unsettled:
             logger.info("%s timers were not committed: %s ...", len(unsettled), unsettled[0])
         return refused
 
-    def _refused_push(self, timer: DueTimer, error: str, tally: _Tally) -> Iterator[Settlement]:
+    def _refused_push(
+        self, settlement: Settlement, error: str, tally: _Tally
+    ) -> Iterator[Settlement]:
         """Yield what is to be committed for a timer whose message Redis did not take."""
-        logger.debug("Timer %s: its message was refused: %s", timer.id, error)
+        logger.debug("Timer %s: its message was refused: %s", settlement.timer.id, error)
         if is_passing(error):
             tally.broker_down = tally.is_cut_short = True
         elif is_forbidden(error):
             self._mode.refuse(f"the timers' Redis user may not push: {error}")
             tally.is_cut_short = True
         else:
-            yield Settlement(timer, "refused", delay_ms=_delay_ms(timer))
+            yield self._refused(settlement, error)
 
 
 def _without(timers: Sequence[DueTimer], known: Iterable[DueTimer]) -> list[DueTimer]:
@@ -600,7 +646,9 @@ def _decide(
         if last_run_ms is not None and not is_sent:
             plan = planning.ask(definition, due_ms, now_ms, last_run_ms, number=number)
         else:
-            plan = planning.plan(definition, due_ms, now_ms, number, is_sent, defaults)
+            plan = planning.plan(
+                definition, due_ms, now_ms, number, is_sent, defaults, timer.has_waited
+            )
     except Exception as exc:  # its schedule fails: that must not stop the others
         return _set_aside(timer, InvalidTimerError(f"its schedule fails: {exc!r}"))
     next_due_ms, skip, sends, at_ms = plan
@@ -634,21 +682,3 @@ def _log(runs: Sequence[Run], outcomes: Sequence[Outcome | Message]) -> None:
                 name, task = shown(run.definition.name), run.definition.task
                 at, id = run.header["scheduled_at"], run.task_id
                 logger.debug("Sent %s (%s) scheduled at %s as task %s", name, task, at, id)
-
-
-def _settlements(planned: Settlement, run: Run, outcome: Outcome | Message) -> Iterator[Settlement]:
-    """Yield what is to be committed for a run: nothing when the broker is down."""
-    if isinstance(outcome, Message):
-        yield planned.pushing(outcome) if outcome.targets else planned
-    elif outcome is None:
-        yield planned
-    elif isinstance(outcome, RefusedError):
-        yield Settlement(planned.timer, "refused", delay_ms=_delay_ms(planned.timer))
-    elif isinstance(outcome, UnsendableError):
-        name = shown(run.definition.name)
-        logger.error("Timer %s is broken and set aside: %s", name, outcome)
-        yield Settlement(planned.timer, "broken", reason=str(outcome))
-
-
-def _delay_ms(timer: DueTimer) -> int:
-    return round(planning.retry_delay(timer.refusals) * 1000)

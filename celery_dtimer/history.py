@@ -28,6 +28,8 @@ _REASONS = {
     planning.PAUSED: "the timer was paused, stopped or broken",
     planning.ENDED: "the timer had come to its end",
     planning.SUPERSEDED: "the timer was given another schedule, or end, before it was sent",
+    planning.OVERLAP: "an earlier run of the timer had not ended",
+    planning.REFUSED: "the broker refused its message too often; see the dead letters",
 }
 
 

@@ -13,7 +13,7 @@ from celery import Celery
 from celery_dtimer import policy, schedules
 from celery_dtimer.errors import invalid
 from celery_dtimer.model import Definition
-from celery_dtimer.options import check_options
+from celery_dtimer.options import CALLBACK_MARK, CANVAS_KINDS, RETRIES, check_options
 from celery_dtimer.rules import ClockRule
 from celery_dtimer.zones import DEFAULT_POLICY
 
@@ -69,6 +69,9 @@ def define(
     rules = policy.parse_policy(keywords, zone, current.policy if current else policy.PLAIN)
     rule = _rule(schedule, keywords, current, default_zone, rules.start_ms, is_code=is_code)
     policy.check_policy(rules, rule)
+    if task in CANVAS_KINDS:
+        _check_canvas(rules)
+    _check_retries(app, task, options)
     is_named = (
         keywords.get("timezone") is not None
         or own_zone is not None
@@ -85,6 +88,24 @@ def define(
         policy=rules,
         zone_of="" if is_named or not schedules.has_clock(rule) else source_of(app),
     )
+
+
+def _check_canvas(rules: policy.Policy) -> None:
+    """Refuse what needs to know when a run has ended: a canvas may go on after any of its tasks."""
+    if rules.overlap != policy.ALLOW:
+        raise invalid("overlap", rules.overlap, "nothing: the callback is a canvas")
+    if rules.resend_lost:
+        raise invalid("resend_lost", rules.resend_lost, "nothing: the callback is a canvas")
+
+
+def _check_retries(app: Celery, task: str, options: Mapping[str, Any]) -> None:
+    """Refuse retries of a timer whose task would not see them: only a callback does."""
+    for name in RETRIES:
+        if options.get(name) is not None:
+            known = app.tasks.get(task)
+            if task in CANVAS_KINDS or (known is not None and not hasattr(known, CALLBACK_MARK)):
+                accepted = "a callback as the timer's task: others have their own in @app.task"
+                raise invalid(f"options[{name!r}]", options[name], accepted)
 
 
 def _own_zone(current: Definition | None, keywords: Mapping[str, Any]) -> str | None:

@@ -32,11 +32,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from celery.utils.dispatch import Signal
+
 from celery_dtimer.errors import DistributedTimerError, FencedError
 from celery_dtimer.faults import point
 from celery_dtimer.model import Lease
+from celery_dtimer.runs import LostRuns
 from celery_dtimer.settings import Settings
-from celery_dtimer.store import Heartbeat, Moved, Store
+from celery_dtimer.signals import failover, instance_joined, instance_left, tell
+from celery_dtimer.store import BATCH, Heartbeat, Moved, Store
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +137,7 @@ class Membership:
         self._stalled_after = clock() + self._settings.call_timeout
         self._next_check = 0.0
         self._scrub_position = 0
+        self._lost = LostRuns(store)
         self._must_rebalance = False
         self._reporting = threading.Lock()
         self._report = self._stored_report = Report(identity.dispatch)
@@ -252,6 +257,7 @@ class Membership:
             self._settings.service,
             answer.epoch,
         )
+        self._tell(instance_joined, instance=identity.instance, epoch=answer.epoch)
         if self._store.may_evict():
             logger.warning(
                 "Redis evicts keys when its memory is full, and a timer that is evicted is lost: "
@@ -320,16 +326,22 @@ class Membership:
     def _fail_over(self) -> float:
         lease = self._lease
         moved_in_all = 0
+        reaped: list[str] = []
         while lease is not None:
             moved = self._store.reap(lease.instance, lease.epoch)
             moved_in_all += moved.count
+            reaped += moved.reaped
             for dead in moved.reaped:
                 logger.warning("Failover: instance %s is dead; its timers have moved", dead)
+                self._tell(instance_left, instance=dead, is_dead=True)
             if moved.busy or not moved.more:
                 break
             lease = self._kept_lease()
         if moved_in_all:
             logger.info("Failover: %s timers moved to live instances", moved_in_all)
+        if moved_in_all or reaped:
+            own = self._identity.instance
+            self._tell(failover, instance=own, dead=tuple(reaped), timers=moved_in_all)
         if moved.busy:
             return self._settings.heartbeat_interval / 4
         until_expiry = self._seconds_until(moved)
@@ -347,6 +359,10 @@ class Membership:
         if moved_in_all:
             logger.info("Rebalance: %s timers moved", moved_in_all)
 
+    def _tell(self, signal: Signal, **arguments: object) -> None:
+        """Send a signal: from another thread, since heartbeats wait for nobody."""
+        tell(signal, self._settings.service, **arguments)
+
     def _kept_lease(self) -> Lease | None:
         """Return the lease after many batches: a heartbeat comes first when one is due."""
         lease = self._lease
@@ -359,8 +375,12 @@ class Membership:
         return self._lease
 
     def _tidy(self) -> None:
-        """Repair a window of the queue, and remove one-shots that ran long enough ago."""
+        """Look for lost runs, repair a window of the queue, remove one-shots that ran long ago."""
         lease = self._lease
+        if lease is None:
+            return
+        while lease is not None and self._lost.step(lease) >= BATCH:
+            lease = self._kept_lease()
         if lease is None:
             return
         self._store.purge()

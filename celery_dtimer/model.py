@@ -75,6 +75,20 @@ def new_trigger_id() -> str:
     return timer_id(secrets.token_hex(16))
 
 
+_RESENT_ID = re.compile(r"run(\d+)-")
+
+
+def new_resent_id(times: int) -> str:
+    """Return the id of a new hidden one-shot: it sends a run that was lost so many times."""
+    return f"run{times}-{secrets.token_hex(8)}"
+
+
+def times_resent(id: str) -> int:
+    """Return how often the run of a timer was sent before, by the timer's id: 0 for most."""
+    found = _RESENT_ID.match(id)
+    return int(found[1]) if found else 0
+
+
 def new_instance_id() -> str:
     """Return an id that no other instance has: host, pid and a nonce."""
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:40] or "localhost"
@@ -165,8 +179,8 @@ class Definition:
 
     @property
     def summary(self) -> str:
-        """What is kept of a one-shot that has run: enough to list it."""
-        return self._head + "}"
+        """What is kept once no run is left: enough to list the timer, or to send a lost run."""
+        return self.blob if self.policy.resend_lost else self._head + "}"
 
     @property
     def _head(self) -> str:
@@ -472,6 +486,7 @@ class Run(NamedTuple):
     definition: Definition
     shard_index: int = 0
     shard_total: int = 1  #: so many messages make up the run
+    resent: int = 0  #: how often it was lost, and is sent again
 
     @property
     def task_id(self) -> str:
@@ -500,6 +515,8 @@ class Run(NamedTuple):
         }
         if self.shard_total > 1:
             header |= {"shard_index": self.shard_index, "shard_total": self.shard_total}
+        if self.resent:
+            header["resent"] = self.resent
         return header
 
 

@@ -43,12 +43,14 @@ def check_options(options: Mapping[str, Any], zone: tzinfo | str = "UTC") -> dic
             continue
         kinds, accepted = _OPTION_TYPES.get(name, ((object,), ""))
         field = f"options[{name!r}]"
-        if not isinstance(value, kinds) or (isinstance(value, bool) and object not in kinds):
+        if not isinstance(value, kinds) or (isinstance(value, bool) and not _takes_bool(kinds)):
             raise invalid(field, value, accepted)
         if kinds is _SECONDS[0] and not _is_short(value):
             raise invalid(field, value, f"{accepted}, within 1000 years")
         if name == "expires":
             checked[name] = _expires(field, value, zone)
+        elif name == "timeout":
+            checked[name] = _timeout(field, value)
         elif isinstance(value, timedelta):
             checked[name] = value.total_seconds()
         elif name in LINKS:
@@ -60,9 +62,63 @@ def check_options(options: Mapping[str, Any], zone: tzinfo | str = "UTC") -> dic
             _check_eta(field, value, accepted)
         elif name == "compression":
             _check_compression(field, value)
+        elif name in _EXCEPTIONS:
+            checked[name] = _exception_names(field, value)
+        elif name in _COUNTS and not _is_count(value):
+            raise invalid(field, value, accepted)
         elif name == "delivery_mode" and value not in _DELIVERY_MODES:
             raise invalid(field, value, f"one of {', '.join(map(str, _DELIVERY_MODES))}")
     return checked
+
+
+def _is_count(value: Any) -> bool:
+    return bool(0 <= value < _LONGEST)
+
+
+def _takes_bool(kinds: tuple[type, ...]) -> bool:
+    return bool in kinds or object in kinds
+
+
+def _timeout(field: str, value: Any) -> float:
+    seconds: float = value.total_seconds() if isinstance(value, timedelta) else value
+    if seconds <= 0:
+        raise invalid(field, value, "more than 0 seconds")
+    return seconds
+
+
+def _exception_names(field: str, value: Any) -> list[str]:
+    """Return exceptions by their full names: what is stored is compared, and never imported."""
+    accepted = "an exception class, its full name, or a list of them"
+    names = []
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(each, type) and issubclass(each, Exception):
+            names.append(exception_name(each))
+        elif isinstance(each, str) and all(part.isidentifier() for part in each.split(".")):
+            names.append(each if "." in each else f"builtins.{each}")
+        else:
+            raise invalid(field, value, accepted)
+    if not names:
+        raise invalid(field, value, accepted)
+    return names
+
+
+def exception_name(kind: type) -> str:
+    """Return the full name of an exception class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def with_time_limits(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with Celery's time limits in place of ``timeout``.
+
+    The soft limit is the timeout, and the hard one comes a little later, so that the task can tidy
+    up; limits that are given themselves stay.
+    """
+    found = dict(options)
+    timeout = found.pop("timeout", None)
+    if timeout is not None:
+        found.setdefault("soft_time_limit", timeout)
+        found.setdefault("time_limit", timeout + _TIDY_UP)
+    return found
 
 
 def _check_compression(field: str, value: Any) -> None:
@@ -101,11 +157,12 @@ def _expires(field: str, value: Any, zone: tzinfo | str) -> Any:
 # What apply_async and kombu's publish take, and what a timer is described by: a name close to one
 # of these, and not among them, is a slip of the pen. Others are left to the broker's transport.
 _OPTION_NAMES = frozenset(
-    "add_to_parent argsrepr chain chord compression confirm_timeout countdown declare "
-    "delivery_mode eta exchange exchange_type expires group_id group_index headers ignore_result "
-    "immediate kwargsrepr link link_error mandatory parent_id priority queue reply_to retries "
-    "retry retry_policy root_id router routing_key serializer shadow soft_time_limit "
-    "stamped_headers time_limit timeout".split()
+    "add_to_parent argsrepr autoretry_for chain chord compression confirm_timeout countdown "
+    "declare delivery_mode dont_autoretry_for eta exchange exchange_type expires group_id "
+    "group_index headers ignore_result immediate kwargsrepr link link_error mandatory max_retries "
+    "parent_id priority queue reply_to retries retry retry_backoff retry_backoff_max retry_jitter "
+    "retry_policy root_id router routing_key serializer shadow soft_time_limit stamped_headers "
+    "time_limit timeout".split()
 )
 #: The options that name what is sent after a task, in the worker.
 LINKS = ("link", "link_error")
@@ -117,6 +174,17 @@ _SIGNATURES: tuple[tuple[type, ...], str] = (
     (Mapping, list, tuple),
     "a signature (task.s(...)) or a list of signatures",
 )
+_KINDS_OF_EXCEPTIONS: tuple[tuple[type, ...], str] = (
+    (type, str, list, tuple),
+    "an exception class, its full name, or a list of them",
+)
+_COUNTS = ("max_retries", "retry_backoff", "retry_backoff_max")
+_EXCEPTIONS = ("autoretry_for", "dont_autoretry_for")
+#: The options that say how a callback is retried, as Celery's tasks have them; they travel in
+RETRIES = (*_EXCEPTIONS, "max_retries", "retry_backoff", "retry_backoff_max", "retry_jitter")
+RETRY_HEADER = "dtimer_retry"  #: this header of the message.
+CALLBACK_MARK = "dtimer_callback"  #: the attribute of the tasks that look at it
+_TIDY_UP = 5.0  # seconds that a task has after its timeout
 _OPTION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "queue": ((str, Queue), "the name of a queue"),
     "exchange": ((str, Exchange), "the name of an exchange"),
@@ -136,6 +204,13 @@ _OPTION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "countdown": _SECONDS,
     "time_limit": _SECONDS,
     "soft_time_limit": _SECONDS,
+    "timeout": _SECONDS,
+    "autoretry_for": _KINDS_OF_EXCEPTIONS,
+    "dont_autoretry_for": _KINDS_OF_EXCEPTIONS,
+    "max_retries": ((int,), "a whole number, 0 or more"),
+    "retry_backoff": ((bool, int, float), "True, False or seconds"),
+    "retry_backoff_max": ((int, float), "seconds, 0 or more"),
+    "retry_jitter": ((bool,), "True or False"),
     **dict.fromkeys(LINKS, _SIGNATURES),
 }
 _DELIVERY_MODES = (1, 2, "transient", "persistent")

@@ -21,7 +21,9 @@ BACKLOG = "backlog"  #: more runs were missed than are made up
 PAUSED = "paused"  #: the timer was paused, stopped or set aside
 ENDED = "ended"  #: nothing may be sent any more
 SUPERSEDED = "superseded"  #: the timer was given another schedule, or end, before it was sent
-REASONS = (MISFIRE, COALESCED, BACKLOG, PAUSED, ENDED, SUPERSEDED)
+OVERLAP = "overlap"  #: an earlier run of the timer had not ended
+REFUSED = "refused"  #: the broker refused its message too often
+REASONS = (MISFIRE, COALESCED, BACKLOG, PAUSED, ENDED, SUPERSEDED, OVERLAP, REFUSED)
 
 _DEFAULTS = Defaults()
 
@@ -298,6 +300,7 @@ def plan(
     number: int = 1,
     is_sent: bool = False,
     defaults: Defaults = _DEFAULTS,
+    has_waited: bool = False,
 ) -> Plan:
     """Return what becomes of a timer that is due.
 
@@ -308,13 +311,15 @@ def plan(
         number: of the run, from 1.
         is_sent: the run is out already, only its commit was refused.
         defaults: for what the timer's policy leaves open.
+        has_waited: the run is late because it had to wait for the end of another: it has no grace
+            time, and those that came due meanwhile do not happen.
     """
     policy, moment_ms = definition.policy, max(due_ms, now_ms)
     is_plain = policy is PLAIN and not definition.options  # as most are: it is not to be asked
     if not is_sent and not (is_plain and defaults.grace_ms is defaults.cron_grace_ms is None):
         if _is_over(definition, moment_ms, number):
             return Plan(None, _skip(ENDED, definition, due_ms, moment_ms), sends=False)
-        grace_ms = _grace_ms(definition, defaults)
+        grace_ms = None if has_waited else _grace_ms(definition, defaults)
         if grace_ms is not None and moment_ms - due_ms - jitter_of(definition, due_ms) > grace_ms:
             return _misfire(definition, due_ms, moment_ms - grace_ms, moment_ms)
     if is_plain:
@@ -325,14 +330,22 @@ def plan(
         following_ms = _run_after(definition, due_ms, due_ms)
     if following_ms is None or following_ms > moment_ms:
         return Plan(following_ms) if is_plain else _planned(definition, following_ms)
-    if defaults.coalesce if policy.coalesce is None else policy.coalesce:
+    if has_waited or (defaults.coalesce if policy.coalesce is None else policy.coalesce):
         next_ms = _first_to_send(definition, due_ms, moment_ms + 1)
         until_ms = _before(next_ms, moment_ms)
         missed = _count(definition, due_ms, until_ms, due_ms)
-        skip = Skip(COALESCED, missed, following_ms, until_ms) if missed else None
+        reason = OVERLAP if has_waited else COALESCED
+        skip = Skip(reason, missed, following_ms, until_ms) if missed else None
         return _planned(definition, next_ms, skip)
     most = defaults.max_catch_up if policy.max_catch_up is None else policy.max_catch_up
     return _catch_up(definition, due_ms, following_ms, moment_ms, most, is_sent)
+
+
+def refuse(settled: Skip | None, due_ms: int, reason: str) -> Skip:
+    """Return the skip of a run that is not sent after all, with those that it stood for."""
+    if settled is None:
+        return Skip(reason, 1, due_ms, due_ms)
+    return Skip(reason, 1 + settled.runs, min(due_ms, settled.first_ms), settled.until_ms)
 
 
 def _first_to_send(definition: Definition, due_ms: int, limit_ms: int) -> int | None:

@@ -50,8 +50,16 @@ _NUMBERS = {
     ),
     # One script pushes them all, in a few milliseconds.
     "shards": _Number("shards", 1, 1000, "a whole number from 1 to 1000"),
+    "resend_lost": _Number("resend_lost", 0, 100, "True, False or a whole number from 0 to 100"),
 }
 _COALESCE = "True or False"
+
+#: What becomes of a run that is due while an earlier one of its timer has not ended.
+ALLOW = "allow"  #: it is sent all the same
+SKIP = "skip"  #: it does not happen
+BUFFER_ONE = "buffer_one"  #: it waits for that end, and those that come due meanwhile do not happen
+CANCEL_OTHER = "cancel_other"  #: the earlier one is revoked and terminated
+OVERLAPS = (ALLOW, SKIP, BUFFER_ONE, CANCEL_OTHER)
 _MOMENTS = ("start_ms", "end_ms")
 _TIMES = ("jitter_ms", "grace_ms")
 
@@ -59,7 +67,7 @@ _SAMPLED = 60  # gaps between runs that are looked at
 _SAMPLED_FROM_MS = 1_767_225_600_000  # from the first of January 2026 on
 
 #: The keywords that `parse_policy` takes.
-KEYWORDS = ("coalesce", *(number.keyword for number in _NUMBERS.values()))
+KEYWORDS = ("coalesce", "overlap", *(number.keyword for number in _NUMBERS.values()))
 
 
 class Defaults(NamedTuple):
@@ -83,6 +91,8 @@ class Policy:
     grace_ms: int | None = None  #: a run that is later than that is skipped
     max_catch_up: int | None = None  #: so many missed runs are made up, when they do not coalesce
     shards: int = 1  #: the messages of a run
+    overlap: str = ALLOW  #: one of `OVERLAPS`
+    resend_lost: int = 0  #: how often a run that did not come back is sent again at most
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, or not together."""
@@ -92,9 +102,16 @@ class Policy:
                 raise invalid(keyword, value, accepted)
         if self.coalesce is not None and not isinstance(self.coalesce, bool):
             raise invalid("coalesce", self.coalesce, _COALESCE)
+        if self.overlap not in OVERLAPS:
+            raise invalid("overlap", self.overlap, "one of " + ", ".join(OVERLAPS))
         if self.start_ms is not None and self.end_ms is not None and self.end_ms < self.start_ms:
             start, end = (_as_given(name, getattr(self, name)) for name in _MOMENTS)
             raise invalid("end_at", end, f"a moment from start_at={start} on")
+
+    @property
+    def is_held(self) -> bool:
+        """Say whether a run is noted before it is sent, and holds others of its timer up."""
+        return self.overlap != ALLOW or self.resend_lost > 0
 
     @property
     def window(self) -> str:
@@ -111,7 +128,12 @@ class Policy:
         }
 
 
-_DEFAULTS: dict[str, Any] = dict.fromkeys(Policy.__slots__) | {"jitter_ms": 0, "shards": 1}
+_DEFAULTS: dict[str, Any] = dict.fromkeys(Policy.__slots__) | {
+    "jitter_ms": 0,
+    "shards": 1,
+    "overlap": ALLOW,
+    "resend_lost": 0,
+}
 
 #: The policy of a timer that asks for nothing.
 PLAIN = Policy()
@@ -148,6 +170,8 @@ def parse_policy(
             changes[name] = default if value is None else _parsed(name, number, value, zone)
     if "coalesce" in keywords:
         changes["coalesce"] = keywords["coalesce"]
+    if "overlap" in keywords:
+        changes["overlap"] = ALLOW if keywords["overlap"] is None else keywords["overlap"]
     return replace(current, **changes) if changes else current
 
 
@@ -155,6 +179,8 @@ def _parsed(name: str, number: _Number, value: Any, zone: tzinfo | str) -> Any:
     if name in _MOMENTS:
         return schedules.moment_ms(number.keyword, value, zone)
     found = _ms_of(value) if name in _TIMES else value
+    if name == "resend_lost" and isinstance(value, bool):
+        found = int(value)
     if not isinstance(found, int) or isinstance(found, bool):
         raise invalid(number.keyword, value, number.accepted)
     if not number.first <= found <= number.last:
@@ -180,6 +206,11 @@ def check_policy(policy: Policy, schedule: schedules.Schedule) -> None:
     if isinstance(schedule, schedules.Custom):
         fields = ("jitter_ms", "grace_ms", "coalesce", "max_catch_up")
         _refuse(policy, fields, "nothing: the schedule's own code says when it runs")
+        if policy.overlap == BUFFER_ONE:
+            accepted = "another: the schedule's own code is asked anew each time"
+            raise invalid("overlap", policy.overlap, accepted)
+    if policy.resend_lost and policy.shards > 1:
+        raise invalid("resend_lost", policy.resend_lost, "nothing beside shards")
     if policy.jitter_ms:
         shortest_ms = _shortest_gap(schedule)
         if shortest_ms is not None and policy.jitter_ms >= shortest_ms:

@@ -48,6 +48,7 @@ from celery_dtimer.confirms import Confirms, Receipt
 from celery_dtimer.errors import DistributedTimerError
 from celery_dtimer.faults import point
 from celery_dtimer.model import Definition, Run
+from celery_dtimer.options import RETRIES, RETRY_HEADER, with_time_limits
 from celery_dtimer.store import Message, Target, is_passing
 from celery_dtimer.templates import Content, Pattern, Template, cut, delivery_tag, new_tags
 
@@ -191,6 +192,8 @@ class Publisher:
         return Message(targets * total, tuple(values))
 
     def _template(self, run: Run) -> tuple[Any, Template] | None:
+        if run.resent:  # its header says so
+            return None
         found = self._templates.get(run.definition)
         if found is None:
             kind = self._kind(run.definition)
@@ -267,9 +270,7 @@ class Publisher:
         connection = self._connection = self._app.connection_for_write()
         transport = connection.transport
         self._failures = _failures_of(transport)
-        limits = dict.fromkeys(_TIME_LIMITS.get(transport.driver_type, ()), self._timeout)
-        connection.transport_options = {**limits, **(connection.transport_options or {})}
-        connection.connect_timeout = min(connection.connect_timeout or self._timeout, self._timeout)
+        self._limit(connection)
         capture(transport)
         try:
             # Each host once: connect() itself would try again two seconds later.
@@ -284,6 +285,23 @@ class Publisher:
         self._producer = producer
         self._on_progress()
         return None
+
+    def _limit(self, connection: Any) -> None:
+        """Give every call on a connection its time limit, unless the app has set one."""
+        names = _TIME_LIMITS.get(connection.transport.driver_type, ())
+        limits = dict.fromkeys(names, self._timeout)
+        connection.transport_options = {**limits, **(connection.transport_options or {})}
+        connection.connect_timeout = min(connection.connect_timeout or self._timeout, self._timeout)
+
+    def revoke(self, task_ids: Sequence[str]) -> None:
+        """Revoke tasks, and terminate those that run, on a connection of its own.
+
+        Raises:
+            Exception: the workers can not be told; whatever the broker's client raises.
+        """
+        with self._app.connection_for_write() as connection:
+            self._limit(connection)
+            self._app.control.revoke(list(task_ids), terminate=True, connection=connection)
 
     def _down(self, exc: BaseException) -> BrokerDownError:
         self._drop()
@@ -537,7 +555,7 @@ class Publisher:
 
     def _learn(self, kind: _Kind, run: Run, message: Message) -> None:
         """Let a kind see how Celery has built a message, until it knows."""
-        if kind.is_known or not self._uses_templates():
+        if kind.is_known or run.resent or not self._uses_templates():
             return
         body, how = self._producer.last
         serializer, compression = how["serializer"], how["compression"]
@@ -811,9 +829,12 @@ def _sending(
     """
     is_unknown = isinstance(task, str)
     send = partial(app.send_task, task) if is_unknown else task.apply_async
-    options = dict(options)
+    options = with_time_limits(options)
     ignore_result = options.pop("ignore_result", None if is_unknown else task.ignore_result)
+    retries = {name: options.pop(name) for name in RETRIES if name in options}
     headers = {"ignore_result": ignore_result, **(options.pop("headers", None) or {})}
+    if retries:
+        headers[RETRY_HEADER] = retries
     return send, headers, {**options, "ignore_result": True}
 
 

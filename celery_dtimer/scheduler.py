@@ -35,6 +35,7 @@ from celery_dtimer.membership import Identity, Membership, MembershipThread, lea
 from celery_dtimer.model import Lease, new_instance_id, process_instance_id
 from celery_dtimer.publisher import Publisher
 from celery_dtimer.settings import Settings
+from celery_dtimer.signals import instance_left
 from celery_dtimer.store import Store
 from celery_dtimer.version import __version__
 
@@ -277,6 +278,8 @@ class Runtime:
         try:
             moved = leave(store, lease, until=until)
             logger.info("Instance %s has left: %s timers handed over", lease.instance, moved)
+            # From here: the thread that sends signals ends with the process.
+            instance_left.send(sender=self.settings.service, instance=lease.instance, is_dead=False)
         except FencedError:
             logger.info("Instance %s had lost its registration before it left", lease.instance)
         except DistributedTimerError as exc:

@@ -34,6 +34,10 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_misfire_grace_time": None,
     "dtimer_max_catch_up": 100,
     "dtimer_history": 10_000,
+    "dtimer_track_runs": True,
+    "dtimer_run_lease": 60,
+    "dtimer_queued_lease": 3600,
+    "dtimer_max_refusals": 100,
 }
 
 
@@ -61,6 +65,10 @@ class Settings:
     keep_finished: float = 7 * 86400.0
     defaults: Defaults = field(default_factory=Defaults)
     history: int = 10_000
+    track_runs: bool = True
+    run_lease: float = 60.0
+    queued_lease: float = 3600.0
+    max_refusals: int = 100
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -92,6 +100,10 @@ class Settings:
             keep_finished=_seconds("dtimer_keep_finished", conf, zero=True),
             defaults=_defaults(conf, app.conf.beat_cron_starting_deadline),
             history=_whole("dtimer_history", conf, 1_000_000),
+            track_runs=_bool("dtimer_track_runs", conf),
+            run_lease=_seconds("dtimer_run_lease", conf),
+            queued_lease=_seconds("dtimer_queued_lease", conf),
+            max_refusals=_whole("dtimer_max_refusals", conf, 1_000_000),
         )
 
     def __post_init__(self) -> None:
@@ -105,6 +117,8 @@ class Settings:
             raise _bad("dtimer_resolution", self.resolution, "seconds, at most 1")
         if self.dispatch not in ("auto", "atomic", "confirmed"):
             raise _bad("dtimer_dispatch", self.dispatch, '"auto", "atomic" or "confirmed"')
+        if self.run_lease < 1:
+            raise _bad("dtimer_run_lease", self.run_lease, "seconds, 1 or more")
         if self.instance_timeout <= 2 * self.heartbeat_interval:
             raise SettingsError(
                 f"dtimer_instance_timeout={self.instance_timeout:g} must be more than twice "
@@ -157,11 +171,8 @@ def _prefix(app: Celery) -> str:
 
 def _defaults(conf: Mapping[str, Any], deadline: object) -> Defaults:
     """Return what holds for timers that do not say otherwise; ``deadline`` is Celery's own."""
-    name = "dtimer_coalesce"
-    if not isinstance(conf[name], bool):
-        raise _bad(name, conf[name], "True or False")
     return Defaults(
-        coalesce=conf[name],
+        coalesce=_bool("dtimer_coalesce", conf),
         grace_ms=_grace_ms("dtimer_misfire_grace_time", conf),
         cron_grace_ms=_deadline_ms(deadline),
         max_catch_up=_whole("dtimer_max_catch_up", conf, MOST_CATCH_UP),
@@ -184,6 +195,13 @@ def _grace_ms(name: str, conf: Mapping[str, Any]) -> int | None:
     if not SHORTEST_GRACE_MS <= grace_ms <= LONGEST_GRACE_MS:
         raise _bad(name, conf[name], "seconds or a timedelta from 1 s to 1000 years, or None")
     return grace_ms
+
+
+def _bool(name: str, conf: Mapping[str, Any]) -> bool:
+    value = conf[name]
+    if not isinstance(value, bool):
+        raise _bad(name, value, "True or False")
+    return value
 
 
 def _whole(name: str, conf: Mapping[str, Any], most: int) -> int:

@@ -78,8 +78,11 @@ _SCRIPTS = (
     *("report", "give_up", "steal", "rezoned"),
     *("upsert", "delete", "pause", "resume", "stop", "trigger"),
     *("due", "commit", "linked", "purge", "scrub"),
+    *("run_started", "run_ended", "renew_runs", "open_runs", "close_runs", "lose"),
+    *("requeue", "purge_dead"),
 )
 _FENCED, _BUSY, _UNLINKED = -1, -2, -3
+_WAITS = "waits"  # in the place of the number of refusals
 _SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
 _LAST_MS = 253_402_300_799_999  # the last moment that can be shown, in the year 9999
 
@@ -139,8 +142,14 @@ class Keys:
     ``static_timers:{s}:<source>``   set   the static timers of a source
     ``declaration:{s}:<digest>``  set      the static timers that some code declares
     ``declarations:{s}:<source>`` zset     declarations by when they were first seen
-    ``run:{s}:<task_id>``         string   which message of a run has started; expires
+    ``run_claim:{s}:<task_id>``   string   which message of a run has started; expires
+    ``running:{s}``               hash     runs that are out, by task id
+    ``run_leases:{s}``            zset     the same by when they count as lost, in ms
+    ``open_runs:{s}:<id>``        zset     of a timer that holds its runs: those that are out
+    ``dead_timers:{s}``           zset     dead letters by when they were written
+    ``dead_timer:{s}:<letter>``   hash     one dead letter
     ``history:{s}``               stream   what was sent, and what was not and why
+    ``runs:{s}``                  stream   what became of runs in the workers
     ``counters:{s}``              hash     how many runs were sent, and not, by reason
     ``meta:{s}``                  hash     last epoch, count of membership changes, mover, zones
     ``never:{s}``                 --       never exists (see ``prelude.lua``)
@@ -234,6 +243,11 @@ class DueTimer(NamedTuple):
         return _number(self.attempts)
 
     @property
+    def has_waited(self) -> bool:
+        """Say whether this run had to wait for the end of another."""
+        return self.attempts == _WAITS
+
+    @property
     def is_sent(self) -> bool:
         """Say whether an earlier owner has published this run, and its commit was refused."""
         return self.last_sent != "" and self.last_sent == self.due
@@ -293,7 +307,7 @@ class Settlement(NamedTuple):
     """What was done with a due timer, for its commit."""
 
     timer: DueTimer
-    done: str  #: run, skip, refused, lacking, broken, unreadable or missing
+    done: str  #: run, skip, dead, refused, waits, lacking, broken, unreadable or missing
     next_due_ms: int | None = None
     skip: Skip | None = None  #: runs that do not happen
     summary: str = ""  #: what is kept of a timer that has no run left
@@ -305,7 +319,7 @@ class Settlement(NamedTuple):
     @property
     def detail(self) -> str:
         """The text that ``commit.lua`` takes with ``done``."""
-        if self.done not in ("run", "skip"):
+        if self.done not in ("run", "skip", "dead"):
             return storable(self.reason) or str(self.delay_ms)
         due_ms, at_ms, skip = self.next_due_ms, self.at_ms, self.skip
         if due_ms is not None and at_ms is None and skip is None:
@@ -313,11 +327,37 @@ class Settlement(NamedTuple):
         due = "-" if due_ms is None else str(due_ms)
         at = due if at_ms is None else str(at_ms)
         skipped = "- 0 0 0" if skip is None else " ".join(map(str, skip))
-        return f"{due} {at} {skipped} {self.summary}"
+        problem = f"\n{storable(self.reason)}" if self.done == "dead" else ""
+        return f"{due} {at} {skipped} {self.summary}{problem}"
 
     def pushing(self, message: Message) -> Settlement:
         """Return it with the message that its commit pushes."""
         return Settlement(*self[:-1], message)
+
+
+class OutRun(NamedTuple):
+    """A run that is out, as its message tells the worker."""
+
+    task_id: str
+    timer_id: str = ""
+    scheduled_ms: int = 0
+    number: int = 0
+    shard: int = 0
+    retries: int = 0
+    resent: int = 0  #: how often it was lost before, and sent again
+    message: str = "?"  #: tells a message of the run from others, without blanks
+    worker: str = ""
+
+
+class HeldRun(NamedTuple):
+    """A run of a timer that holds its runs, for ``open_runs.lua``."""
+
+    timer_id: str
+    scheduled_ms: int
+    number: int
+    overlap: str
+    resent: int
+    task_ids: tuple[str, ...]
 
 
 class Link(NamedTuple):
@@ -980,6 +1020,150 @@ class Store:
             found = self.client.hgetall(self.keys("counters"))
         return {name: _number(count) for name, count in found.items()}
 
+    def run_started(self, run: OutRun, *, lease_ms: int, limit_ms: int, redelivered: bool) -> bool:
+        """Note that a worker has started a run; return False while another message of it runs.
+
+        Args:
+            run: as its message describes it.
+            lease_ms: it is lost unless its lease is renewed within that time,
+            limit_ms: or at the latest after this one; 0 for no limit.
+            redelivered: the broker has delivered the message before.
+        """
+        answer = self._call(
+            *("run_started", run.task_id, run.timer_id, run.scheduled_ms, run.number, run.shard),
+            *(run.retries, run.resent, limit_ms, lease_ms, run.message, int(redelivered)),
+            *(self.settings.history, storable(run.worker)),
+        )
+        return bool(answer)
+
+    def run_ended(
+        self,
+        run: OutRun,
+        state: str,
+        *,
+        took_ms: int | None = None,
+        error: str = "",
+        keep_ms: int | None = None,
+        letter: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Note what became of a run; return False when it is not known, or another message runs.
+
+        Args:
+            run: as its message describes it; with an empty ``timer_id`` what is stored says it.
+            state: one of `celery_dtimer.runs.STATES`.
+            took_ms: how long it ran; None if it did not.
+            error: why it failed.
+            keep_ms: its lease goes on for so long; None ends it.
+            letter: what a dead letter holds beside; None for no letter.
+        """
+        fields = [storable(part) for pair in (letter or {}).items() for part in pair]
+        answer = self._call(
+            *("run_ended", run.task_id, run.timer_id, run.scheduled_ms, run.number, run.shard),
+            *(run.retries, state, run.message, "" if keep_ms is None else keep_ms),
+            *(self.settings.history, storable(run.worker)),
+            *("" if took_ms is None else took_ms, storable(error), *fields),
+        )
+        return bool(answer)
+
+    def renew_runs(self, runs: Sequence[tuple[str, str]], lease_ms: int) -> int:
+        """Renew the leases of runs, given as task id and message; return how many it were."""
+        return sum(
+            int(self._call("renew_runs", lease_ms, *(part for run in batch for part in run)))
+            for batch in _chunks(runs, BATCH)
+        )
+
+    def open_runs(self, instance: str, epoch: int, runs: Sequence[HeldRun]) -> list[str]:
+        """Note runs that are about to be sent; return the answers of ``open_runs.lua``."""
+        lease_ms = round(self.settings.queued_lease * 1000)
+        arguments = [part for run in runs for part in (*run[:-1], " ".join(run.task_ids))]
+        return list(self._call("open_runs", instance, epoch, lease_ms, *arguments))
+
+    def close_runs(self, runs: Iterable[HeldRun]) -> None:
+        """Forget runs that were noted and are not sent."""
+        pairs = [part for run in runs for id in run.task_ids for part in (run.timer_id, id)]
+        for batch in _chunks(pairs, 2 * BATCH):
+            self._call("close_runs", *batch)
+
+    def lost_runs(self, limit: int = BATCH) -> list[tuple[str, str]]:
+        """Return runs whose leases have ended: their task ids, and what is stored of them."""
+        with self._errors():
+            until = self.now_ms()
+            ids = self.client.zrangebyscore(self.keys("run_leases"), "-inf", until, 0, limit)
+            texts = self.client.hmget(self.keys("running"), ids) if ids else []
+        return [(id, text or "") for id, text in zip(ids, texts, strict=True)]
+
+    def lose(
+        self,
+        instance: str,
+        epoch: int,
+        lost: tuple[str, str],
+        *,
+        resent_id: str,
+        why: str,
+        name: str,
+    ) -> int:
+        """Mark a run as lost; return the code of ``lose.lua``."""
+        task_id, text = lost
+        return int(
+            self._call(
+                *("lose", instance, epoch, task_id, text, resent_id, encode_name(task_id)),
+                *(self.settings.history, why, storable(name)),
+            )
+        )
+
+    def run_history(self) -> Iterator[Mapping[str, str]]:
+        """Yield what workers have noted of runs, newest first."""
+        return self._backwards("runs")
+
+    def history_backwards(self) -> Iterator[Mapping[str, str]]:
+        """Yield the entries of the history, newest first."""
+        return self._backwards("history")
+
+    def _backwards(self, stream: str) -> Iterator[Mapping[str, str]]:
+        end = "+"
+        while True:
+            with self._errors():
+                page = self.client.xrevrange(self.keys(stream), end, "-", count=_HISTORY_PAGE)
+            yield from ({**entry, "at": id.partition("-")[0]} for id, entry in page)
+            if len(page) < _HISTORY_PAGE:
+                return
+            end = f"({page[-1][0]}"
+
+    def dead_letters(
+        self, offset: int = 0, limit: int | None = None
+    ) -> list[tuple[str, Mapping[str, str]]]:
+        """Return dead letters, newest first: their ids, and their fields with ``at``."""
+        end = -1 if limit is None else offset + limit - 1
+        found: list[tuple[str, Mapping[str, str]]] = []
+        if limit == 0:
+            return found
+        with self._errors():
+            client, key = self.client, self.keys("dead_timers")
+            rows = client.zrevrange(key, offset, end, withscores=True)
+            for batch in _chunks(rows, 1000):
+                pipe = client.pipeline(transaction=False)
+                for id, _ in batch:
+                    pipe.hgetall(self.keys("dead_timer", id))
+                for (id, at), row in zip(batch, _readable(pipe.execute(False)), strict=True):
+                    if isinstance(row, dict):
+                        found.append((id, {**row, "at": str(int(at))}))
+        return found
+
+    def dead_letter(self, id: str) -> Mapping[str, str] | None:
+        """Return the fields of a dead letter, None when there is none."""
+        with self._errors():
+            at = self.client.zscore(self.keys("dead_timers"), id)
+            row = {} if at is None else self.client.hgetall(self.keys("dead_timer", id))
+        return None if at is None else {**row, "at": str(int(at))}
+
+    def requeue(self, letter: str, id: str, parent: str, revision: str, blob: str) -> bool:
+        """Send what a letter holds by a hidden one-shot; return False when the letter is gone."""
+        return bool(self._call("requeue", letter, id, parent, revision, blob))
+
+    def purge_dead(self, until_ms: int | None, limit: int = BATCH) -> int:
+        """Remove a batch of dead letters up to a moment; return how many."""
+        return int(self._call("purge_dead", "" if until_ms is None else until_ms, limit))
+
     def claim_run(self, task_id: str, token: str, keep_ms: int) -> str | None:
         """Claim a run for a message; return the token that has claimed it before, else None.
 
@@ -988,7 +1172,7 @@ class Store:
             token: stands for the message.
             keep_ms: how long the claim is kept.
         """
-        key = self.keys("run", encode_name(task_id))
+        key = self.keys("run_claim", encode_name(task_id))
         with self._errors():
             if self.client.set(key, token, nx=True, px=keep_ms):
                 return None

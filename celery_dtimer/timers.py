@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta, tzinfo
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 from celery import Celery, Task
 from celery.canvas import Signature
@@ -44,10 +44,21 @@ from celery_dtimer.model import (
     timer_id,
     to_datetime,
 )
+from celery_dtimer.options import CALLBACK_MARK, with_time_limits
 from celery_dtimer.policy import Defaults, check_policy, parse_policy
+from celery_dtimer.runs import (
+    STATES,
+    DeadLetter,
+    RunRecord,
+    definition_to_requeue,
+    read_letters,
+    read_runs,
+)
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.settings import Settings
+from celery_dtimer.signals import timer_failed
 from celery_dtimer.store import Store, attempts
+from celery_dtimer.tracking import RunTracker
 from celery_dtimer.worker import RunClaims, callback_body, remembered_ms
 from celery_dtimer.zones import zone_name, zone_of
 
@@ -56,10 +67,17 @@ ScheduleLike = float | timedelta | datetime | str | BaseSchedule | schedules.Sch
 #: What a callback may be given as: a task, its name, the short name of a callback, or a signature.
 CallbackLike: TypeAlias = "Task[..., Any] | Signature[Any] | str"  # Celery 5.5's are no generics
 
+#: What becomes of a run while an earlier one has not ended: see `DistributedTimer.create_timer`.
+Overlap = Literal["allow", "skip", "buffer_one", "cancel_other"]
+
+#: A function that is told of a run that has failed for good.
+OnFailure = TypeVar("OnFailure", bound=Callable[["DeadLetter"], Any])
+
 #: What becomes of fixed times where clocks change: see `DistributedTimer.create_timer`.
 Dst = Literal["cron", "skip", "shift", "both"]
 
 _BEATS_SERVICE = "dtimer_beats_service"  # the attribute of an app that holds the first one named
+_TRACKING = "dtimer_tracking"  # the attribute of an app that holds what tracks its runs
 _MOST_PREVIEWED = 10_000
 _PAGE = 1000  # timers that are read at once
 _STATUSES = ("active", "paused", "stopped", "broken")
@@ -96,7 +114,9 @@ class DistributedTimer:
         self.app = app
         self._service = service
         self._callbacks: dict[str, Task[..., Any] | str] = {}
+        self._failure_receivers: list[Callable[..., None]] = []  # signals hold them weakly
         self._claims = RunClaims(app)
+        _track(app)
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._scheduler: DistributedScheduler | None = None
@@ -187,6 +207,7 @@ class DistributedTimer:
             if close and not hasattr(Task, option):
                 raise invalid("option", option, f"{close[0]!r}, which has nearly this name")
         options.setdefault("name", self.app.gen_task_name(function.__name__, function.__module__))
+        options = {**with_time_limits(options), CALLBACK_MARK: True}
         decorator: Any = self.app.task(bind=True, **options)
         once = [] if keep_ms is None else [partial(self._claims.claim, keep_ms=keep_ms)]
         task: Task[..., Any] = decorator(callback_body(function, *once))
@@ -196,6 +217,33 @@ class DistributedTimer:
             _check_timing(schedule, timer_fields)  # a bad one shows here
             declare(self.app, short_name, entry)
         return task
+
+    def on_failure(self, function: OnFailure) -> OnFailure:
+        """Call a function with the `DeadLetter` of each run that has failed for good.
+
+        Usable as a decorator. It is called in the process that finds the run failed: the worker
+        that executed it, or the beat that could not send it, or that missed it. The signal behind
+        it is `celery_dtimer.signals.timer_failed`.
+
+        Args:
+            function: takes one positional argument. What it raises is logged.
+        """
+        if not callable(function):
+            raise invalid("function", function, "a function that takes a DeadLetter")
+
+        def receive(sender: str, letter: DeadLetter, **_: Any) -> None:
+            if self._is_own(sender):
+                function(letter)
+
+        self._failure_receivers.append(receive)
+        timer_failed.connect(receive, dispatch_uid=f"{__name__}.{id(receive)}")
+        return function
+
+    def _is_own(self, service: str) -> bool:
+        try:
+            return Settings.from_app(self.app, self._service).service == service
+        except DistributedTimerError:
+            return False
 
     def register_callback(self, name: str, task: Task[..., Any] | str) -> None:
         """Give a Celery task a short name that timers can use.
@@ -239,6 +287,8 @@ class DistributedTimer:
         misfire_grace_time: float | timedelta | None = None,
         max_catch_up: int | None = None,
         shards: int | None = None,
+        overlap: Overlap | None = None,
+        resend_lost: bool | int = False,
         description: str = "",
         **options: Any,
     ) -> str:
@@ -277,9 +327,21 @@ class DistributedTimer:
             max_catch_up: how many missed runs are made up at most without ``coalesce``; older ones
                 are skipped. By default `dtimer_max_catch_up`.
             shards: each run is sent as so many messages; ``timer.shard_index`` tells them apart.
+            overlap: what becomes of a run that is due while an earlier one has not ended. "allow":
+                it is sent; "skip": it does not happen; "buffer_one": it waits for that end, and
+                those that come due meanwhile do not happen; "cancel_other": the earlier one is
+                revoked and terminated. Ends are known from the workers' tracking: without it a run
+                counts as out for `dtimer_queued_lease`.
+            resend_lost: how often a run that did not come back (its worker died, its time limit is
+                over, or its message was lost) is sent again, under the same task id; True is once.
             description: shown to people.
             **options: what ``apply_async`` takes: queue, priority, headers, link, ... ``expires``
                 counts from the sending if it is seconds or a timedelta; a datetime ends the timer.
+                ``timeout``, in seconds or a timedelta, stands for a ``soft_time_limit``, and a
+                ``time_limit`` 5 s later. Of callbacks also ``autoretry_for`` (exceptions or their
+                full names; by default all), ``dont_autoretry_for``, ``max_retries``,
+                ``retry_backoff``, ``retry_backoff_max`` and ``retry_jitter``, as Celery's tasks
+                have them: any of these makes a run that fails be retried.
 
         Raises:
             InvalidTimerError: something cannot be used; nothing was stored.
@@ -303,6 +365,8 @@ class DistributedTimer:
                 "misfire_grace_time": misfire_grace_time,
                 "max_catch_up": max_catch_up,
                 "shards": shards,
+                "overlap": overlap,
+                "resend_lost": resend_lost,
                 "description": description,
                 **options,
             }
@@ -466,9 +530,7 @@ class DistributedTimer:
         for key, text in (("name", name), ("instance", instance)):
             if text is not None and not isinstance(text, str):
                 raise invalid(key, text, "a str")
-        for key, value in (("offset", offset), ("limit", 0 if limit is None else limit)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise invalid(key, value, "a whole number, 0 or more")
+        _check_page(offset, limit)
         pattern = None if name is None else name.replace("[", "[[]")  # only * and ? are special
         wanted_task = None if task is None else self._task_name_of(task)
 
@@ -544,6 +606,84 @@ class DistributedTimer:
             if f"skipped_{reason}" in found
         }
         return Counts(found.get("sent", 0), skips)
+
+    # ------------------------------------------------------------ runs
+
+    def get_runs(
+        self,
+        timer: str | None = None,
+        *,
+        state: str | None = None,
+        offset: int = 0,
+        limit: int | None = 100,
+    ) -> list[RunRecord]:
+        """Return what became of runs, newest first, as far as the histories reach back.
+
+        Workers note it unless `dtimer_track_runs` is off; of what they have not noted it is known
+        that it was sent.
+
+        Args:
+            timer: a timer's id or name: only its runs; None for those of all.
+            state: only those in this state, one of `celery_dtimer.runs.STATES`.
+            offset: how many to leave out at the front.
+            limit: how many to return at most; None for all.
+
+        Raises:
+            TimerNotFoundError: there is no such timer.
+            InvalidTimerError: something cannot be used.
+        """
+        if state is not None and state not in STATES:
+            raise invalid("state", state, "one of " + ", ".join(STATES))
+        _check_page(offset, limit)
+        id = None if timer is None else self._resolve(timer).id
+        found = read_runs(self.store, id)
+        chosen = [record for record in found if state in (None, record.state)]
+        return chosen[offset : None if limit is None else offset + limit]
+
+    def get_dead_letters(self, *, offset: int = 0, limit: int | None = 100) -> list[DeadLetter]:
+        """Return the runs that have failed for good, newest first; 10,000 are kept.
+
+        Args:
+            offset: how many to leave out at the front.
+            limit: how many to return at most; None for all.
+        """
+        _check_page(offset, limit)
+        return read_letters(self.store, offset, limit)
+
+    def requeue_dead_letter(self, letter: str | DeadLetter) -> None:
+        """Send what a dead letter holds once more, at once and in its place, as a new run.
+
+        Args:
+            letter: it, or its id.
+
+        Raises:
+            TimerNotFoundError: there is no such letter.
+            InvalidTimerError: its timer is gone, and the letter alone does not tell what to send.
+        """
+        id = letter.id if isinstance(letter, DeadLetter) else letter
+        row = self.store.dead_letter(id) if isinstance(id, str) else None
+        if row is None:
+            raise TimerNotFoundError(f"no dead letter has the id {shown(id)}")
+        definition = check_size(definition_to_requeue(self.store, row))
+        parent = row.get("timer") or definition.id
+        revision, blob = definition.revision, definition.blob
+        if not self.store.requeue(id, new_trigger_id(), parent, revision, blob):
+            raise TimerNotFoundError(f"no dead letter has the id {shown(id)} any more")
+
+    def purge_dead_letters(self, before: datetime | None = None) -> int:
+        """Remove dead letters; return how many.
+
+        Args:
+            before: only those that were written up to this moment; the app's time zone holds for a
+                datetime without one. None for all.
+        """
+        until_ms = None
+        if before is not None:
+            until_ms = schedules.moment_ms("before", before, self.app.timezone)
+        removed = 0
+        while count := self.store.purge_dead(until_ms):
+            removed += count
+        return removed
 
     def why(self, timer: str, moment: datetime) -> str:
         """Say in a sentence what became of a timer's run at a moment, or why there was none.
@@ -867,6 +1007,19 @@ def _check_timing(schedule: Any, keywords: Mapping[str, Any]) -> None:
         bound=True,
     )
     check_policy(rules, rule)
+
+
+def _check_page(offset: object, limit: object) -> None:
+    for key, value in (("offset", offset), ("limit", 0 if limit is None else limit)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise invalid(key, value, "a whole number, 0 or more")
+
+
+def _track(app: Celery) -> None:
+    """Track the runs of an app in its workers: once, for all timers of the app."""
+    if _TRACKING not in app.__dict__:
+        app.__dict__[_TRACKING] = tracker = RunTracker(app)
+        tracker.install()
 
 
 def _names_a_task(task: object) -> bool:

@@ -1,5 +1,8 @@
 """What runs in the worker: the task of a timer callback, which receives its timer first.
 
+A timer may say how its callback is retried (``autoretry_for``, ``retry_backoff`` and so on, as
+Celery's tasks have them): that travels with the message.
+
 A callback with ``run_once`` drops the second message of a run. There is one when an instance ends
 between publishing a run and committing it: the next owner sends the run again, under the same task
 id. The first message to start claims the run, in Redis, for a stated time:
@@ -14,25 +17,26 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property, wraps
 from typing import Any
 
-from celery import Celery, signals
-from celery.exceptions import Ignore
+from celery import Celery
+from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.time import get_exponential_backoff_interval
 
 from celery_dtimer.errors import DistributedTimerError, invalid
-from celery_dtimer.settings import Settings
-from celery_dtimer.store import Store
+from celery_dtimer.options import RETRY_HEADER, exception_name
+from celery_dtimer.stores import ProcessStores
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED = timedelta(days=1)  # with run_once=True
 _LONGEST_REMEMBERED = timedelta(days=3650)
-_LONGEST_WAIT = 2.0  # seconds that one call to Redis may hold a task up
+_LONGEST_BACKOFF = 600  # seconds, as Celery's
+LONGEST_WAIT = 2.0  # seconds that one call to Redis may hold a task up
 
 # The brokers, by kombu's driver_type, where a message keeps the tag it was published with.
 _TAG_KEEPERS = ("redis", "memory", "filesystem", "sql")
@@ -50,6 +54,7 @@ class CallbackTimer:
     run: int  #: counts the timer's runs from 1
     shard_index: int = 0  #: which of the run's messages this is, from 0
     shard_total: int = 1  #: how many messages the run has
+    resent: int = 0  #: how often the run was lost before, and sent again
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> CallbackTimer:
@@ -63,6 +68,7 @@ class CallbackTimer:
             run=header["run"],
             shard_index=header.get("shard_index", 0),
             shard_total=header.get("shard_total", 1),
+            resent=header.get("resent", 0),
         )
 
 
@@ -91,16 +97,12 @@ def remembered_ms(run_once: object) -> int | None:
 
 
 class RunClaims:
-    """Lets one message of each run through: the first that starts.
-
-    Its connections to Redis belong to the process that uses them and are made on first use: the
-    children of a worker that forks have their own.
-    """
+    """Lets one message of each run through: the first that starts."""
 
     def __init__(self, app: Celery) -> None:
         """Prepare for an app's workers; nothing is contacted before a run is claimed."""
         self._app = app
-        self._stores: dict[tuple[int, str], Store] = {}  # by process and service
+        self._stores = ProcessStores(app, longest_wait=LONGEST_WAIT)
         self._is_down = False
 
     def claim(self, request: Any, timer: CallbackTimer, keep_ms: int) -> None:
@@ -114,7 +116,7 @@ class RunClaims:
             return
         token = self._token(request, timer)
         try:
-            holder = self._store(timer.service).claim_run(request.id, token, keep_ms)
+            holder = self._stores.of(timer.service).claim_run(request.id, token, keep_ms)
         except DistributedTimerError as exc:
             self._warn(exc)
             return
@@ -125,12 +127,6 @@ class RunClaims:
                 *(request.id, timer.id, timer.name),
             )
             raise Ignore(f"run {request.id} was started from another message")
-
-    def close(self, **_: Any) -> None:
-        """Drop the connections of this process; the next claim opens new ones."""
-        for key in list(self._stores):
-            if key[0] == os.getpid():
-                self._stores.pop(key).close()
 
     def _token(self, request: Any, timer: CallbackTimer) -> str:
         """Return what tells the message from another of its run: its tag, else who sent it.
@@ -147,19 +143,6 @@ class RunClaims:
             return False
         # RabbitMQ tells whether it may have delivered a message before.
         return self._driver != "amqp" or bool((request.delivery_info or {}).get("redelivered"))
-
-    def _store(self, service: str) -> Store:
-        key = os.getpid(), service
-        store = self._stores.get(key)
-        if store is None:
-            settings = Settings.from_app(self._app, service)
-            timeout = min(settings.call_timeout, _LONGEST_WAIT)
-            store = self._stores.setdefault(key, Store(settings, timeout=timeout))
-            # Held weakly; without an id Celery 5.5 takes the methods of all objects for one.
-            signal_id = f"{__name__}.{id(self)}"
-            signals.worker_process_shutdown.connect(self.close, dispatch_uid=signal_id)
-            signals.worker_shutdown.connect(self.close, dispatch_uid=signal_id)
-        return store
 
     @cached_property
     def _driver(self) -> str:
@@ -193,6 +176,33 @@ def _map_of(task: Any) -> Any:
         return None
     mapped = (outer.request.kwargs or {}).get("task") or {}
     return outer.request if mapped.get("task") == task.name else None
+
+
+def _retry_policy_of(request: Any) -> Mapping[str, Any] | None:
+    policy = getattr(request, RETRY_HEADER, None)
+    return policy if isinstance(policy, Mapping) else None
+
+
+def _is_retried(exc: Exception, policy: Mapping[str, Any]) -> bool:
+    """Say whether a timer has asked for retries after such an exception."""
+    names = {exception_name(kind) for kind in type(exc).__mro__}
+    wanted = policy.get("autoretry_for") or ["builtins.Exception"]
+    return names.isdisjoint(policy.get("dont_autoretry_for") or ()) and not names.isdisjoint(wanted)
+
+
+def _retry_arguments(policy: Mapping[str, Any], retries: int) -> dict[str, Any]:
+    """Return what ``Task.retry`` takes, as Celery's ``autoretry_for`` works it out."""
+    arguments: dict[str, Any] = {}
+    if policy.get("retry_backoff"):
+        arguments["countdown"] = get_exponential_backoff_interval(
+            factor=int(max(1.0, float(policy["retry_backoff"]))),
+            retries=retries,
+            maximum=int(policy.get("retry_backoff_max", _LONGEST_BACKOFF)),
+            full_jitter=policy.get("retry_jitter", True),
+        )
+    if policy.get("max_retries") is not None:
+        arguments["max_retries"] = policy["max_retries"]
+    return arguments
 
 
 def callback_body(
@@ -229,7 +239,17 @@ def callback_body(
         if timer is not None and getattr(request, _ADMITTED, None) is not True:
             admit(request, timer)
             setattr(request, _ADMITTED, True)
-        return function(timer, *args, **kwargs)
+        policy = None if timer is None else _retry_policy_of(request)
+        if policy is None or self.request.called_directly:  # by a map: that is no callback
+            return function(timer, *args, **kwargs)
+        try:
+            return function(timer, *args, **kwargs)
+        except (Ignore, Reject, Retry):
+            raise
+        except Exception as exc:
+            if not _is_retried(exc, policy):
+                raise
+            raise self.retry(exc=exc, **_retry_arguments(policy, self.request.retries)) from exc
 
     task = inspect.Parameter("_celery_task", inspect.Parameter.POSITIONAL_ONLY)
     if first.kind is inspect.Parameter.VAR_POSITIONAL:

@@ -14,9 +14,11 @@
 --                 a reason or "-" when no run was skipped, how many were, from which moment on, until which; and what is
 --                 kept of a finished one's definition
 --     skip        the same, when the due run is not sent
+--     dead        the same as skip, and after a line feed why: its run is given up and goes to the dead letters
 --     refused     ms until it is tried again
+--     waits       task ids of its run, with blanks in between: it waits until no other run of the timer is out
 --     lacking     ms until it is tried again   it needs code that another instance may have
---     broken      reason
+--     broken      reason   it goes to the dead letters
 --     unreadable  reason   its state could not be read: it is not compared
 --     missing     ""   there was no active timer's hash
 --   targets of the run's message by their number, with blanks in between, "" when it has been published before
@@ -35,7 +37,7 @@ local id, sequence, how = ARGV[2], ARGV[4], ARGV[6]
 local keep, kept_history = string.match(ARGV[5], '^(%d+) (%d+)$')
 keep = tonumber(keep)
 local home, database, link, proof = ARGV[7], ARGV[8], ARGV[9], ARGV[10]
-local instance, own = key('instance', id), key('instance_timers', id)
+local instance, own_timers = key('instance', id), key('instance_timers', id)
 local live = holds_epoch(id, ARGV[3])
 local last = live and fields(instance, 'commit_sequence', 'commit_answer') or {}
 local next_due = function()
@@ -115,7 +117,7 @@ local function finish(timer, name, row, due, summary, done)
   local more = fields(name, 'parent', 'source')
   if done == 'run' then
     local run = whole(number(row[6], 0) + 1)
-    note_sent(more[1] or timer, due, more[1] and 'trigger' or run)
+    note_sent(more[1] or timer, due, more[1] and (string.find(timer, '^run%d+%-') and 'resent' or 'trigger') or run)
     call('HSET', name, 'last_run', due, 'runs', run)
   end
   if more[1] or (keep == 0 and not more[2]) then
@@ -129,7 +131,7 @@ local function finish(timer, name, row, due, summary, done)
 end
 
 local rescheduled = {} -- scores and members, for one ZADD each at the end: calls are what a script's time goes into
-local counts = {run = 0, skip = 0, refused = 0, broken = 0, unreadable = 0, missing = 0, lacking = 0}
+local counts = {run = 0, skip = 0, dead = 0, waits = 0, refused = 0, broken = 0, unreadable = 0, missing = 0, lacking = 0}
 local passed = 0 -- runs that do not happen
 
 local function advance(timer, name, row, due, following, at, done)
@@ -155,8 +157,11 @@ local function move_on(timer, name, row, due, done, detail)
   if tonumber(detail) then
     return advance(timer, name, row, due, detail, detail, done)
   end
-  local following, at, reason, runs, first, last, summary =
-    string.match(detail, '^(%S+) (%S+) (%S+) (%d+) (%d+) (%d+) ?(.*)$')
+  local following, at, reason, runs, first, last, summary, problem =
+    string.match(detail, '^(%S+) (%S+) (%S+) (%d+) (%d+) (%d+) ?([^\n]*)\n?(.*)$')
+  if done == 'dead' then
+    to_dead_letters(timer, name, row, due, reason, problem)
+  end
   if reason ~= '-' then
     passed = passed + tonumber(runs)
     note_skipped(timer, reason, runs, first, last)
@@ -172,8 +177,33 @@ local function postpone(timer, name, row, delay)
   local at = whole(NOW + number(delay, 0))
   call('HSET', name, 'at', at, 'attempts', whole(number(row[8], 0) + 1))
   call('ZADD', QUEUE, at, timer)
-  call('ZADD', own, at, timer)
+  call('ZADD', own_timers, at, timer)
   return at
+end
+
+-- Let a timer wait for the end of the other runs that are out: of that it is told, or their leases end.
+local function wait(timer, name, row, tasks)
+  local own = {}
+  for task in string.gmatch(tasks, '%S+') do
+    own[task] = true
+  end
+  local _, first = others_out(fields(name, 'parent')[1] or timer, own)
+  local at = whole(first == math.huge and NOW or first)
+  call('HSET', name, 'at', at, 'attempts', 'waits')
+  call('ZADD', QUEUE, at, timer)
+  call('ZADD', own_timers, at, timer)
+end
+
+-- Keep what is known of a run that is given up. A hidden timer goes: its definition is kept.
+local function to_dead_letters(timer, name, row, due, reason, problem)
+  local more = fields(name, 'parent')
+  local letter = timer .. ':' .. (row[3] or '') .. ':' .. (due or '')
+  local definition = more[1] and redis.pcall('GET', key('timer_definition', timer))
+  if type(definition) ~= 'string' then
+    definition = ''
+  end
+  bury_letter(letter, 'timer', more[1] or timer, 'due', due or '', 'number', whole(number(row[6], 0) + 1), 'reason', reason,
+    'error', problem, 'where', id, 'definition', definition)
 end
 
 local others
@@ -188,7 +218,7 @@ local function pass_on(timer, name, row, delay)
   end
   local at = postpone(timer, name, row, delay)
   if #others > 0 then
-    call('ZREM', own, timer)
+    call('ZREM', own_timers, timer)
     assign(timer, at, placement(others)())
   end
 end
@@ -206,8 +236,13 @@ local function settle(timer, name, row, due, done, detail, to, from)
       return -5, problem
     end
   end
-  if done == 'run' or done == 'skip' then
+  if done == 'broken' or done == 'unreadable' then
+    to_dead_letters(timer, name, row, due, 'broken', detail)
+  end
+  if done == 'run' or done == 'skip' or done == 'dead' then
     move_on(timer, name, row, due, done, detail)
+  elseif done == 'waits' then
+    wait(timer, name, row, detail)
   elseif done == 'refused' then
     postpone(timer, name, row, detail)
   elseif done == 'lacking' then
@@ -257,7 +292,7 @@ while position <= #ARGV do
     code = 0
   elseif row[2] ~= id then
     code = 0
-    call('ZREM', own, timer) -- edited by hand: its hash says whose it is
+    call('ZREM', own_timers, timer) -- edited by hand: its hash says whose it is
   elseif done == 'unreadable' then
     code = settle(timer, name, row, nil, done, detail)
   elseif done == 'missing' or read ~= (row[3] or '') .. ' ' .. (row[4] or '') .. ' ' .. (row[5] or '') then
@@ -287,7 +322,7 @@ if not live then
 end
 if #rescheduled > 0 then
   call('ZADD', QUEUE, unpack(rescheduled))
-  call('ZADD', own, unpack(rescheduled))
+  call('ZADD', own_timers, unpack(rescheduled))
 end
 
 send_wake_ups()

@@ -24,6 +24,10 @@ local QUEUE = key('timer_queue')
 local INSTANCES = key('service_instances')
 local INACTIVE = key('inactive_timers')
 local HISTORY = key('history')
+local RUNS = key('runs')
+local RUNNING = key('running')
+local RUN_LEASES = key('run_leases')
+local DEAD = key('dead_timers')
 local COUNTERS = key('counters')
 
 local function whole(number)
@@ -145,12 +149,12 @@ local function note_passed(id, reason, runs, first, last)
   redis.call('HSET', key('timer', id), 'passed', last)
 end
 
--- An id for the next entry of the history: by the server's clock, or by a test's.
-local function history_id()
+-- An id for the next entry of a stream: by the server's clock, or by a test's.
+local function entry_id(stream)
   if ARGV[1] == '' then
     return '*'
   end
-  local last = redis.pcall('XREVRANGE', HISTORY, '+', '-', 'COUNT', 1)[1]
+  local last = redis.pcall('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
   local ms, number = string.match(last and last[1] or '0-0', '^(%d+)-(%d+)$')
   ms = tonumber(ms)
   return ms >= NOW and whole(ms) .. '-' .. whole(number + 1) or whole(NOW) .. '-1'
@@ -167,7 +171,7 @@ local function write_history(instance, cap)
   for what, lines in pairs({sent = sent, skipped = skipped}) do
     for from = 1, #lines, HISTORY_LINES do
       local text = table.concat(lines, '\n', from, math.min(from + HISTORY_LINES - 1, #lines))
-      redis.pcall('XADD', HISTORY, 'MAXLEN', '~', cap, history_id(), 'instance', instance, what, text)
+      redis.pcall('XADD', HISTORY, 'MAXLEN', '~', cap, entry_id(HISTORY), 'instance', instance, what, text)
     end
   end
 end
@@ -234,8 +238,114 @@ local function set_aside(id, owner, status, reason)
   redis.call('ZADD', INACTIVE, '+inf', id)
 end
 
+-- A run that is out has a lease: a member of RUN_LEASES by when it ends. RUNNING says of it, with blanks in between:
+--   id of the timer, scheduled moment, number, shard, retries, how often it was sent again, the moment it is to be back by
+--   or 0, which message is running it or "-" while none is
+-- A timer that holds its runs has them in open_runs too, by the same moment.
+local LEASE = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%S+)$'
+
+-- What RUNNING says of a run: nothing when it is not out.
+local function lease_of(task)
+  local text = redis.pcall('HGET', RUNNING, task)
+  return string.match(type(text) == 'string' and text or '', LEASE)
+end
+
+local function keep_lease(task, timer, expiry)
+  redis.call('ZADD', RUN_LEASES, whole(expiry), task)
+  redis.call('ZADD', key('open_runs', timer), 'XX', whole(expiry), task)
+end
+
+-- Let a timer, and its triggers, that wait for the end of a run be looked at now.
+local function end_waiting(timer)
+  local ids = redis.call('SMEMBERS', key('triggers', timer))
+  ids[#ids + 1] = timer
+  for _, id in ipairs(ids) do
+    local row = fields(key('timer', id), 'status', 'owner', 'attempts')
+    if row[1] == 'active' and row[3] == 'waits' then
+      redis.call('HSET', key('timer', id), 'at', whole(NOW))
+      redis.call('ZADD', QUEUE, whole(NOW), id)
+      redis.call('ZADD', key('instance_timers', row[2]), whole(NOW), id)
+      wake(row[2])
+    end
+  end
+end
+
+-- End the lease of a run.
+local function close_run(task, timer)
+  redis.call('HDEL', RUNNING, task)
+  redis.call('ZREM', RUN_LEASES, task)
+  if redis.call('ZREM', key('open_runs', timer), task) == 1 then
+    end_waiting(timer)
+  end
+end
+
+-- The runs of a timer that are out, and the moment at which the first lease of them ends. `own` are left out.
+local function others_out(timer, own)
+  local found, first = {}, math.huge
+  local rows = redis.call('ZRANGEBYSCORE', key('open_runs', timer), '(' .. whole(NOW), '+inf', 'WITHSCORES')
+  for i = 1, #rows, 2 do
+    if not own[rows[i]] then
+      found[#found + 1] = rows[i]
+      first = math.min(first, tonumber(rows[i + 1]))
+    end
+  end
+  return found, first
+end
+
+-- Forget the runs of a timer that were noted and not sent yet.
+local function drop_open_runs(timer)
+  local open = key('open_runs', timer)
+  local tasks = redis.pcall('ZRANGE', open, 0, -1)
+  for _, task in ipairs(tasks.err and {} or tasks) do
+    if select(8, lease_of(task)) == '-' then
+      redis.call('HDEL', RUNNING, task)
+      redis.call('ZREM', RUN_LEASES, task)
+    end
+  end
+  redis.call('DEL', open)
+end
+
+-- Write what became of a run into the history of runs, of `cap` entries (about). It holds nothing up.
+local function note_run(cap, task, timer, due, number, shard, retries, state, ...)
+  if cap ~= '0' then
+    redis.pcall('XADD', RUNS, 'MAXLEN', '~', cap, entry_id(RUNS), 'task_id', task, 'timer', timer, 'due', due,
+      'number', number, 'shard', shard, 'retries', retries, 'state', state, ...)
+  end
+end
+
+-- Put a letter among the dead ones, of which the newest are kept.
+local DEAD_LETTERS = 10000
+
+local function bury_letter(id, ...)
+  local letter = key('dead_timer', id)
+  redis.call('DEL', letter)
+  redis.call('HSET', letter, ...)
+  redis.call('ZADD', DEAD, whole(NOW), id)
+  local surplus = redis.call('ZCARD', DEAD) - DEAD_LETTERS
+  if surplus > 0 then
+    for _, old in ipairs(redis.call('ZRANGE', DEAD, 0, surplus - 1)) do
+      redis.call('DEL', key('dead_timer', old))
+    end
+    redis.call('ZREMRANGEBYRANK', DEAD, 0, surplus - 1)
+  end
+end
+
+-- Create a hidden one-shot that is due at once, and goes with its commit. Fields and values of its hash may follow.
+local function add_hidden(id, parent, revision, definition, ...)
+  local now = whole(NOW)
+  redis.call('HSET', key('timer', id), 'status', 'active', 'revision', revision, 'created', now, 'due', now, 'at', now,
+    'parent', parent, ...)
+  redis.call('SET', key('timer_definition', id), definition)
+  redis.call('SADD', key('triggers', parent), id)
+  redis.call('ZADD', QUEUE, now, id)
+  assign(id, now, placement(candidates())())
+end
+
 -- Remove all that is stored of a timer. A set that was edited into something else must not stop a script half way.
 local function erase(id)
+  if redis.pcall('EXISTS', key('open_runs', id)) == 1 then
+    drop_open_runs(id)
+  end
   local row = fields(key('timer', id), 'owner', 'parent', 'source')
   unschedule(id, row[1])
   redis.call('ZREM', INACTIVE, id)

@@ -13,12 +13,6 @@ if not row[1] or row[4] then
 elseif row[1] == 'broken' or row[3] == 'finished' or type(definition) ~= 'string' then
   return -3
 end
-local now = whole(NOW)
-redis.call('HSET', key('timer', id), 'status', 'active', 'revision', row[2], 'created', now, 'due', now, 'at', now,
-  'parent', parent)
-redis.call('SET', key('timer_definition', id), definition)
-redis.call('SADD', key('triggers', parent), id)
-redis.call('ZADD', QUEUE, now, id)
-assign(id, now, placement(candidates())())
+add_hidden(id, parent, row[2], definition)
 send_wake_ups()
 return 1

@@ -229,6 +229,7 @@ class Broker:
     def __init__(self) -> None:
         self.sent: list[Run] = []
         self.expected: list[Run] = []
+        self.revoked: list[str] = []
         self.answers: dict[str, Outcome] = {}
         self.on_send: Callable[[Run], None] = lambda run: None
 
@@ -254,6 +255,10 @@ class Broker:
     def expect(self, runs: Sequence[Run]) -> None:
         """Remember what is expected."""
         self.expected += runs
+
+    def revoke(self, task_ids: Sequence[str]) -> None:
+        """Remember what is revoked."""
+        self.revoked += task_ids
 
     def slots(self, name: str = "timer") -> list[float]:
         """Return when the runs of a timer were scheduled, in seconds after the start."""

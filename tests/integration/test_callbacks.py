@@ -170,7 +170,7 @@ def test_the_second_message_of_a_run_is_dropped_and_leaves_the_result_alone(
     (record,) = [record for record in caplog.records if record.name == "celery_dtimer.worker"]
     assert record.levelno == logging.INFO
     assert RUN in record.message
-    key = Keys("orders", prefix)("run", RUN)
+    key = Keys("orders", prefix)("run_claim", RUN)
     assert 0 < redis_server.client.pttl(key) <= 60_000
 
 
@@ -214,7 +214,7 @@ def test_a_run_is_forgotten_after_the_stated_time(
     def once(timer: CallbackTimer) -> None:
         runs.seen.append(once.request.id)
 
-    key = timers.store.keys("run", RUN)
+    key = timers.store.keys("run_claim", RUN)
     with worker(timers):
         send(once)
         wait_until(lambda: runs.seen == [RUN], "the run", 15)
@@ -269,7 +269,7 @@ def test_the_connections_end_with_the_worker_and_are_made_anew(
     with worker(timers):
         send(once)
         wait_until(lambda: runs.seen == [RUN], "the run", 15)
-        (store,) = timers._claims._stores.values()
+        (store,) = timers._claims._stores._stores.values()
         (connection,) = store.client.connection_pool._available_connections
         assert connection._sock is not None
         signal.send(sender=None)

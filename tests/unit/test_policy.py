@@ -37,10 +37,14 @@ def test_each_keyword_says_a_part_of_the_policy() -> None:
         "misfire_grace_time": timedelta(minutes=1),
         "max_catch_up": 7,
         "shards": 3,
+        "overlap": "skip",
+        "resend_lost": 2,
     }
     assert keywords.keys() == set(KEYWORDS)
     policy = parse_policy({**keywords, "name": "n", "queue": "q"}, "UTC")
-    assert policy == Policy(START_MS, START_MS + 86_400_000, 5, 1500, False, 60_000, 7, 3)
+    assert policy == Policy(
+        START_MS, START_MS + 86_400_000, 5, 1500, False, 60_000, 7, 3, "skip", 2
+    )
 
 
 @pytest.mark.parametrize("keywords", [{}, dict.fromkeys(KEYWORDS), {"jitter": 0, "shards": 1}])

@@ -61,6 +61,10 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_dispatch": "atomic",
         "dtimer_keep_finished": 0,
         "dtimer_history": 5,
+        "dtimer_track_runs": False,
+        "dtimer_run_lease": 7,
+        "dtimer_queued_lease": 70,
+        "dtimer_max_refusals": 3,
     }
     policies = {"dtimer_coalesce", "dtimer_misfire_grace_time", "dtimer_max_catch_up"}
     assert values.keys() == defaults().keys() - policies

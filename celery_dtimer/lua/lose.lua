@@ -1,0 +1,38 @@
+-- Mark a run whose lease has ended as lost; send it again, or put it among the dead letters.
+-- KEYS[1] meta   KEYS[2] never
+-- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] task id   ARGV[5] what RUNNING says of it
+-- ARGV[6] id of the hidden one-shot that sends it again, "" for a dead letter   ARGV[7] the run's claim
+-- ARGV[8] entries that the history keeps   ARGV[9] why it is lost   ARGV[10] name of the timer
+-- Returns 1 lost, 2 lost and sent again, 0 not lost (any more), or -1 when the epoch is over.
+-- Worst case: O(instances + log timers + triggers of the timer + size of the definition).
+
+local task, again = ARGV[4], ARGV[6]
+if not holds_epoch(ARGV[2], ARGV[3]) then
+  return FENCED
+end
+local expiry = redis.call('ZSCORE', RUN_LEASES, task)
+if not expiry or tonumber(expiry) > NOW or redis.call('HGET', RUNNING, task) ~= ARGV[5] then
+  return 0
+end
+local timer, due, number_, shard, retries = lease_of(task)
+if not timer then -- edited by hand
+  redis.call('HDEL', RUNNING, task)
+  redis.call('ZREM', RUN_LEASES, task)
+  return 0
+end
+local row = fields(key('timer', timer), 'status', 'revision', 'created')
+local definition = again ~= '' and row[2] and redis.pcall('GET', key('timer_definition', timer))
+note_run(ARGV[8], task, timer, due, number_, shard, retries, 'lost', 'error', ARGV[9])
+count('lost', 1)
+close_run(task, timer)
+local code = 1
+if type(definition) == 'string' then
+  redis.call('DEL', key('run_claim', ARGV[7]))
+  add_hidden(again, timer, row[2], definition, 'created', row[3], 'due', due, 'runs', whole(tonumber(number_) - 1))
+  code = 2
+else
+  bury_letter(task, 'timer', timer, 'name', ARGV[10], 'due', due, 'number', number_, 'task_id', task, 'retries', retries,
+    'reason', 'lost', 'error', ARGV[9], 'where', '')
+end
+send_wake_ups()
+return code

@@ -1,0 +1,23 @@
+-- Note that a worker has started a run, and give the run a lease that the worker renews.
+-- KEYS[1] meta   KEYS[2] never
+-- ARGV[1] now or ""   ARGV[2] task id   ARGV[3] timer id   ARGV[4] scheduled moment   ARGV[5] number   ARGV[6] shard
+-- ARGV[7] retries   ARGV[8] how often it was sent again   ARGV[9] ms within which it is to be back, 0 for no limit
+-- ARGV[10] ms of the lease   ARGV[11] the message, as a text without blanks   ARGV[12] 1 when the broker delivers it again
+-- ARGV[13] entries that the history keeps   ARGV[14] the worker
+-- Returns 1, or 0 when another message of the run is being run: then the lease stays that one's.
+-- Worst case: O(log runs that are out).
+
+local task, timer = ARGV[2], ARGV[3]
+local retries, message = ARGV[7], ARGV[11]
+local holder = select(8, lease_of(task))
+local expiry = tonumber(redis.call('ZSCORE', RUN_LEASES, task) or 0)
+note_run(ARGV[13], task, timer, ARGV[4], ARGV[5], ARGV[6], retries, 'started', 'worker', ARGV[14])
+if holder and holder ~= '-' and holder ~= message and expiry > NOW and ARGV[12] ~= '1' then
+  return 0
+end
+local limit = tonumber(ARGV[9])
+local deadline = limit > 0 and NOW + limit or 0
+local until_ms = NOW + tonumber(ARGV[10])
+redis.call('HSET', RUNNING, task, table.concat({timer, ARGV[4], ARGV[5], ARGV[6], retries, ARGV[8], whole(deadline), message}, ' '))
+keep_lease(task, timer, deadline > 0 and math.min(deadline, until_ms) or until_ms)
+return 1

@@ -1,0 +1,119 @@
+"""Runs of timers that hold their runs: whether one may be sent while another is out.
+
+Before such a run is sent it is noted, with a lease (see `celery_dtimer.runs`); so it holds up the
+next one from then on until a worker has reported its end, or its lease has ended. What was noted
+and is not sent after all is forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from celery_dtimer import planning
+from celery_dtimer.errors import shown
+from celery_dtimer.model import Lease, Run
+from celery_dtimer.policy import BUFFER_ONE
+from celery_dtimer.store import COMMITTED, HeldRun, Settlement, Store
+
+logger = logging.getLogger(__name__)
+
+
+class Overlaps:
+    """Holds up the runs of one instance that must not overlap with others."""
+
+    def __init__(self, store: Store, revoke: Callable[[Sequence[str]], None]) -> None:
+        """Prepare.
+
+        Args:
+            store: of the dispatcher.
+            revoke: revokes and terminates tasks, and raises when it can not.
+        """
+        self._store = store
+        self._revoke = revoke
+        self._noted: dict[str, HeldRun] = {}  # by the id of the timer that is to be settled
+
+    def admit(
+        self, lease: Lease, planned: list[Settlement], runs: list[Run]
+    ) -> tuple[list[Settlement], list[Run], list[Settlement]]:
+        """Return what may be sent of planned runs, and how the others are settled.
+
+        Raises:
+            FencedError: the lease's epoch is over.
+        """
+        held = [(place, _held(run)) for place, run in enumerate(runs) if _is_held(run)]
+        if not held:
+            return planned, runs, []
+        answers = self._store.open_runs(lease.instance, lease.epoch, [run for _, run in held])
+        settled: dict[int, Settlement] = {}
+        for (place, run), answer in zip(held, answers, strict=True):
+            if answer == "busy":
+                settled[place] = _put_off(planned[place], runs[place], run)
+                continue
+            timer = planned[place].timer
+            self._noted[timer.id] = run
+            if answer.startswith("cancel ") and not self._cancel(
+                answer.split(" ")[1:], runs[place]
+            ):
+                delay_ms = round(planning.retry_delay(timer.refusals) * 1000)
+                settled[place] = Settlement(timer, "refused", delay_ms=delay_ms)
+        places = [place for place in range(len(runs)) if place not in settled]
+        return (
+            [planned[place] for place in places],
+            [runs[place] for place in places],
+            list(settled.values()),
+        )
+
+    def _cancel(self, task_ids: Sequence[str], run: Run) -> bool:
+        """End the runs that are out; say whether the workers could be told."""
+        name = shown(run.definition.name)
+        try:
+            self._revoke(task_ids)
+        except Exception as exc:  # the broker's, of whatever kind: the run waits for it
+            logger.warning("Timer %s: its runs can not be revoked: %s", name, exc)
+            return False
+        logger.info("Timer %s: revoked %s for its next run", name, ", ".join(task_ids))
+        return True
+
+    def settled(self, settlement: Settlement, code: int) -> None:
+        """Hear how a commit has answered: what was not sent is forgotten."""
+        run = self._noted.get(settlement.timer.id)
+        if run is None:
+            return
+        if code == COMMITTED:
+            is_over = settlement.done in ("broken", "unreadable", "dead")
+        else:  # without a message it is out already
+            is_over = settlement.done != "run" or settlement.message is not None
+        if settlement.done != "refused" or code != COMMITTED:
+            del self._noted[settlement.timer.id]
+        if is_over:
+            self._store.close_runs([run])
+
+
+def _is_held(run: Run) -> bool:
+    return run.definition.policy.is_held
+
+
+def _held(run: Run) -> HeldRun:
+    total = run.definition.policy.shards
+    shards = (
+        [run]
+        if total == 1
+        else [run._replace(shard_index=index, shard_total=total) for index in range(total)]
+    )
+    return HeldRun(
+        run.timer_id,
+        run.scheduled_ms,
+        run.number,
+        run.definition.policy.overlap,
+        run.resent,
+        tuple(shard.task_id for shard in shards),
+    )
+
+
+def _put_off(planned: Settlement, run: Run, held: HeldRun) -> Settlement:
+    """Return what becomes of a run while another of its timer is out."""
+    if run.definition.policy.overlap == BUFFER_ONE:
+        return Settlement(planned.timer, "waits", reason=" ".join(held.task_ids))
+    skip = planning.refuse(planned.skip, run.scheduled_ms, planning.OVERLAP)
+    return planned._replace(done="skip", skip=skip)

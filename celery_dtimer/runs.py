@@ -1,0 +1,348 @@
+"""What became of runs once they were sent: their records, dead letters, and runs that are lost.
+
+Workers note what happens to a run into the stream of runs (see `celery_dtimer.tracking`); what was
+sent is in the service's history. Put together they are `RunRecord` values.
+
+A run that a worker has started has a lease, which its worker renews. The run of a timer that holds
+its runs (``overlap``, ``resend_lost``) has one from the moment it is sent. When a lease ends, the
+run is *lost*: its worker died, or its time limit is over, or no worker has started it in time. It
+is sent again if its timer asks for that, under the same task id, else it becomes a dead letter.
+
+Not promised: that a lost run has not been executed, or is not being executed still. A worker that
+was frozen, or cut off from Redis, for longer than a lease goes on with it afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from kombu.utils import json
+
+from celery_dtimer.errors import InvalidTimerError, shown
+from celery_dtimer.model import (
+    Definition,
+    Lease,
+    Run,
+    decode_definition,
+    new_resent_id,
+    to_datetime,
+)
+from celery_dtimer.signals import tell, timer_failed
+from celery_dtimer.store import Store
+
+logger = logging.getLogger(__name__)
+
+QUEUED = "queued"  #: it was sent, and no worker has noted anything of it
+STARTED = "started"
+SUCCEEDED = "succeeded"
+FAILED = "failed"
+RETRIED = "retried"  #: it failed, and its task has sent it again itself
+REVOKED = "revoked"
+EXPIRED = "expired"  #: the worker got it after its ``expires``
+REJECTED = "rejected"
+IGNORED = "ignored"  #: the task has asked for no result, or the message was a duplicate
+LOST = "lost"  #: it did not come back
+STATES = (QUEUED, STARTED, SUCCEEDED, FAILED, RETRIED, REVOKED, EXPIRED, REJECTED, IGNORED, LOST)
+
+_LONGEST_ERROR = 1000  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What became of one message of a run; its times are in UTC."""
+
+    timer_id: str
+    scheduled_at: datetime
+    state: str  #: one of `STATES`
+    number: int | None  #: counts the timer's runs from 1; None when somebody has asked for it
+    task_id: str | None = None  #: None when it can not be told
+    name: str = ""  #: of the timer, as it is now; "" when that is gone
+    instance: str | None = None  #: the one that sent it, as far as the history reaches back
+    sent_at: datetime | None = None
+    started_at: datetime | None = None  #: the last time
+    ended_at: datetime | None = None
+    took: float | None = None  #: seconds that its last execution took
+    worker: str | None = None
+    error: str | None = None
+    retries: int = 0
+    shard: int = 0  #: which of the messages of its run
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A run that has failed for good, with what is needed to send it once more."""
+
+    id: str
+    timer_id: str
+    reason: str  #: "failed", "rejected" or "lost", or "broken" or "refused": it was not sent
+    error: str
+    at: datetime  #: when it was written, in UTC
+    name: str = ""  #: of the timer
+    scheduled_at: datetime | None = None
+    number: int | None = None
+    task_id: str | None = None
+    task: str = ""
+    args: list[Any] | None = None  #: None when they are the timer's, or can not be told
+    kwargs: dict[str, Any] | None = None
+    retries: int = 0
+    where: str = ""  #: the worker, or the instance that could not send it
+
+    @classmethod
+    def from_stored(cls, id: str, row: Mapping[str, str], name: str = "") -> DeadLetter:
+        """Return the letter of a stored row; what was edited into nonsense is left out."""
+        call = _call_of(row.get("call", ""))
+        return cls(
+            id=id,
+            timer_id=row.get("timer", ""),
+            reason=row.get("reason", ""),
+            error=row.get("error", ""),
+            at=to_datetime(_whole(row.get("at", "")) or 0),
+            name=row.get("name", "") or name,
+            scheduled_at=_moment(row.get("due", "")),
+            number=_whole(row.get("number", "")),
+            task_id=row.get("task_id"),
+            task=row.get("task", ""),
+            args=None if call is None else call[0],
+            kwargs=None if call is None else call[1],
+            retries=_whole(row.get("retries", "")) or 0,
+            where=row.get("where", ""),
+        )
+
+
+def error_text(exc: object) -> str:
+    """Return an exception as a text fit to be kept."""
+    try:
+        text = f"{type(exc).__name__}: {exc}" if isinstance(exc, BaseException) else str(exc)
+    except Exception:  # a user's class may fail
+        text = type(exc).__name__
+    return text[:_LONGEST_ERROR]
+
+
+def _call_of(text: str) -> tuple[list[Any], dict[str, Any]] | None:
+    """Return the args and kwargs that a letter holds, None when it holds none."""
+    if not text:
+        return None
+    try:
+        args, kwargs = json.loads(text)
+    except Exception as exc:  # Celery's typed values raise whatever their constructors raise
+        logger.warning("A dead letter holds arguments that can not be read: %s", exc)
+        return None
+    return (args, kwargs) if isinstance(args, list) and isinstance(kwargs, dict) else None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else None
+
+
+def _moment(text: str) -> datetime | None:
+    moment_ms = _whole(text)
+    with contextlib.suppress(OverflowError):
+        return None if moment_ms is None else to_datetime(moment_ms)
+    return None
+
+
+# ------------------------------------------------------------------ records
+
+
+def read_runs(store: Store, timer_id: str | None = None) -> list[RunRecord]:
+    """Return the runs that the histories know of, newest first by their scheduled moment.
+
+    Args:
+        store: of the service.
+        timer_id: only those of this timer.
+    """
+    noted = _noted(reversed(list(store.run_history())), timer_id)
+    sent = _sent(store, timer_id)
+    found = [
+        replace(record, sent_at=moment, instance=instance)
+        for record in noted
+        for moment, instance in [sent.get((record.timer_id, record.scheduled_at), (None, None))[:2]]
+    ]
+    known = {(record.timer_id, record.scheduled_at) for record in noted}
+    found += _queued(store, {key: row for key, row in sent.items() if key not in known})
+    names = _names(store, {record.timer_id for record in found})
+    found = [replace(record, name=names.get(record.timer_id, "")) for record in found]
+    return sorted(found, key=lambda record: (record.scheduled_at, record.shard), reverse=True)
+
+
+def _noted(entries: Iterable[Mapping[str, str]], timer_id: str | None) -> list[RunRecord]:
+    """Return what workers have noted, from entries in their order."""
+    records: dict[str, RunRecord] = {}
+    before: dict[str, RunRecord] = {}  # they started, by another message say
+    for entry in entries:
+        id, timer, due = entry.get("task_id", ""), entry.get("timer", ""), _moment(entry["due"])
+        state = entry.get("state", "")
+        if due is None or (timer_id is not None and timer != timer_id):
+            continue
+        known = records.get(id)
+        record = known or RunRecord(timer, due, state, _whole(entry.get("number", "")), id)
+        at = _moment(entry["at"])
+        if state == STARTED:
+            if known is not None:
+                before[id] = known
+            record = replace(record, started_at=at, ended_at=None, took=None, error=None)
+        elif state == IGNORED and id in before:
+            records[id] = before.pop(id)  # it was a duplicate
+            continue
+        else:
+            took = _whole(entry.get("took", ""))
+            record = replace(record, ended_at=at, took=None if took is None else took / 1000)
+        records[id] = replace(
+            record,
+            state=state,
+            worker=entry.get("worker") or record.worker,
+            error=entry.get("error"),
+            retries=_whole(entry.get("retries", "")) or 0,
+            shard=_whole(entry.get("shard", "")) or 0,
+        )
+    return list(records.values())
+
+
+_Sent = tuple[datetime, str, str]  # when, by whom, number
+
+
+def _sent(store: Store, timer_id: str | None) -> dict[tuple[str, datetime], _Sent]:
+    found: dict[tuple[str, datetime], _Sent] = {}
+    for entry in store.history_backwards():
+        at = _moment(entry["at"])
+        for line in entry.get("sent", "").split("\n"):
+            match line.split(" "):
+                case [timer, scheduled, number] if timer_id in (None, timer):
+                    due = _moment(scheduled)
+                    if due is not None and at is not None:
+                        found.setdefault((timer, due), (at, entry.get("instance", ""), number))
+    return found
+
+
+def _queued(store: Store, sent: Mapping[tuple[str, datetime], _Sent]) -> list[RunRecord]:
+    """Return the records of runs of which no worker has noted anything."""
+    ids = sorted({timer for timer, _ in sent})
+    states = dict(zip(ids, store.states(ids)[1], strict=True))
+    records = []
+    for (timer, due), (at, instance, number) in sent.items():
+        state, task_id = states[timer], None
+        due_ms = round(due.timestamp() * 1000)
+        if state is not None and number.isdigit() and state.created_ms <= due_ms:
+            service = store.settings.service
+            nothing: Any = None
+            run = Run(service, "", timer, timer, state.created_ms, due_ms, int(number), nothing)
+            task_id = run.task_id
+        counted = int(number) if number.isdigit() else None
+        records.append(
+            RunRecord(timer, due, QUEUED, counted, task_id, instance=instance, sent_at=at)
+        )
+    return records
+
+
+def _names(store: Store, ids: Iterable[str]) -> dict[str, str]:
+    known = sorted(ids)
+    found: dict[str, str] = {}
+    for id, blob in zip(known, store.definitions(known), strict=True):
+        with contextlib.suppress(InvalidTimerError):
+            if blob is not None:
+                found[id] = decode_definition(blob).name
+    return found
+
+
+# ------------------------------------------------------------------ dead letters
+
+
+def read_letters(store: Store, offset: int = 0, limit: int | None = None) -> list[DeadLetter]:
+    """Return dead letters, newest first."""
+    rows = store.dead_letters(offset, limit)
+    nameless = {row.get("timer", "") for _, row in rows if not row.get("name")}
+    names = _names(store, nameless)
+    return [
+        DeadLetter.from_stored(id, row, names.get(row.get("timer", ""), "")) for id, row in rows
+    ]
+
+
+def definition_to_requeue(store: Store, row: Mapping[str, str]) -> Definition:
+    """Return what is sent for a dead letter: its timer's callback, with the letter's arguments.
+
+    Raises:
+        InvalidTimerError: neither the letter nor the timer tells.
+    """
+    blob = row.get("definition") or store.definitions([row.get("timer", "")])[0]
+    if not blob:
+        raise InvalidTimerError(
+            f"the timer {shown(row.get('name') or row.get('timer', ''))} of the dead letter is "
+            "gone: nothing tells how its run is to be sent"
+        )
+    definition = decode_definition(blob)
+    call = _call_of(row.get("call", ""))
+    if call is None or not row.get("task"):
+        return definition
+    is_same = definition.task == row["task"]
+    return replace(
+        definition,
+        task=row["task"],
+        args=call[0],
+        kwargs=call[1],
+        options=definition.options if is_same else {},
+        code_bound=False,
+    )
+
+
+# ------------------------------------------------------------------ lost runs
+
+
+class LostRuns:
+    """Finds the runs whose leases have ended; `step` is one look."""
+
+    def __init__(self, store: Store) -> None:
+        """Prepare to look at a service."""
+        self._store = store
+
+    def step(self, lease: Lease) -> int:
+        """Mark what is lost, and send it again where that is asked; return how many it were.
+
+        Raises:
+            FencedError: the lease's epoch is over.
+        """
+        rows = self._store.lost_runs()
+        ids = [text.partition(" ")[0] for _, text in rows]
+        found = 0
+        for row, blob in zip(rows, self._store.definitions(ids) if ids else [], strict=True):
+            found += self._lose(lease, row, blob)
+        return found
+
+    def _lose(self, lease: Lease, row: tuple[str, str], blob: str | None) -> int:
+        task_id, text = row
+        fields = text.split(" ")
+        if len(fields) != _FIELDS:  # edited by hand: the script drops it
+            fields = ["", "", "", "", "", "0", "", "-"]
+        definition = None
+        with contextlib.suppress(InvalidTimerError):
+            definition = decode_definition(blob) if blob else None
+        times = (_whole(fields[5]) or 0) + 1
+        again = definition is not None and times <= definition.policy.resend_lost
+        resent_id = new_resent_id(times) if again else ""
+        settings = self._store.settings
+        why = (
+            f"no worker has started it within {settings.queued_lease:g} s"
+            if fields[7] == "-"
+            else "its worker did not renew its lease, or its time limit is over"
+        )
+        name = "" if definition is None else definition.name
+        code = self._store.lose(
+            lease.instance, lease.epoch, row, resent_id=resent_id, why=why, name=name
+        )
+        if code:
+            what = "it is sent again" if code == _SENT_AGAIN else "a dead letter is kept"
+            logger.warning("Run %s of timer %s is lost (%s): %s", task_id, shown(name), why, what)
+        if code == _LOST:
+            stored = self._store.dead_letter(task_id)
+            if stored is not None:
+                letter = DeadLetter.from_stored(task_id, stored, name)
+                tell(timer_failed, settings.service, letter=letter)
+        return int(code > 0)
+
+
+_FIELDS = 8  # that are stored of a run that is out
+_LOST, _SENT_AGAIN = 1, 2
