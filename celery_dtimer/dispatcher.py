@@ -25,7 +25,7 @@ from celery_dtimer.announcer import Announcer
 from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
 from celery_dtimer.faults import point
-from celery_dtimer.model import Definition, Lease, Run, times_resent
+from celery_dtimer.model import Definition, Lease, Run, resent_of
 from celery_dtimer.overlaps import Overlaps
 from celery_dtimer.policy import PLAIN, Defaults
 from celery_dtimer.publisher import (
@@ -448,17 +448,18 @@ class Dispatcher:
         self, lease: Lease, timer: DueTimer, definition: Definition | InvalidTimerError | None
     ) -> Run:
         assert isinstance(definition, Definition)  # noqa: S101 - else it would not be sent
-        resent = times_resent(timer.id) if timer.parent else 0
+        resent, known_id = resent_of(timer.id) if timer.parent else (0, "")
         return Run(
             self._store.settings.service,
             lease.instance,
             timer.parent or timer.id,
-            timer.parent if resent else timer.id,  # sent again, a run stays the same
+            timer.id,
             int(timer.created),
             timer.due_ms,
             timer.run_number,
             definition,
             resent=resent,
+            known_id=known_id,  # sent again, a run stays the same
         )
 
     def _settlements(

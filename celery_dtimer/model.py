@@ -75,18 +75,18 @@ def new_trigger_id() -> str:
     return timer_id(secrets.token_hex(16))
 
 
-_RESENT_ID = re.compile(r"run(\d+)-")
+_RESENT_ID = re.compile(r"run(\d+)-([0-9a-f-]{36})")
 
 
-def new_resent_id(times: int) -> str:
-    """Return the id of a new hidden one-shot: it sends a run that was lost so many times."""
-    return f"run{times}-{secrets.token_hex(8)}"
+def resent_id(times: int, task_id: str) -> str:
+    """Return the id of the hidden one-shot that sends a run that was lost so many times."""
+    return f"run{times}-{task_id}"
 
 
-def times_resent(id: str) -> int:
-    """Return how often the run of a timer was sent before, by the timer's id: 0 for most."""
-    found = _RESENT_ID.match(id)
-    return int(found[1]) if found else 0
+def resent_of(id: str) -> tuple[int, str]:
+    """Return how often a timer's run was lost before, and its task id: 0 and "" for most."""
+    found = _RESENT_ID.fullmatch(id)
+    return (int(found[1]), found[2]) if found else (0, "")
 
 
 def new_instance_id() -> str:
@@ -487,11 +487,12 @@ class Run(NamedTuple):
     shard_index: int = 0
     shard_total: int = 1  #: so many messages make up the run
     resent: int = 0  #: how often it was lost, and is sent again
+    known_id: str = ""  #: the task id that it had then
 
     @property
     def task_id(self) -> str:
         """The id of the run's task, a UUIDv5: the same for whoever sends it, however often."""
-        return self.id_of("")
+        return self.known_id or self.id_of("")
 
     def id_of(self, part: str) -> str:
         """Return the id of a part of what the run sends, itself "" for a single task."""

@@ -29,7 +29,7 @@ from celery_dtimer.model import (
     Lease,
     Run,
     decode_definition,
-    new_resent_id,
+    resent_id,
     to_datetime,
 )
 from celery_dtimer.signals import tell, timer_failed
@@ -322,7 +322,7 @@ class LostRuns:
             definition = decode_definition(blob) if blob else None
         times = (_whole(fields[5]) or 0) + 1
         again = definition is not None and times <= definition.policy.resend_lost
-        resent_id = new_resent_id(times) if again else ""
+        resent = resent_id(times, task_id) if again else ""
         settings = self._store.settings
         why = (
             f"no worker has started it within {settings.queued_lease:g} s"
@@ -331,7 +331,7 @@ class LostRuns:
         )
         name = "" if definition is None else definition.name
         code = self._store.lose(
-            lease.instance, lease.epoch, row, resent_id=resent_id, why=why, name=name
+            lease.instance, lease.epoch, row, resent_id=resent, why=why, name=name
         )
         if code:
             what = "it is sent again" if code == _SENT_AGAIN else "a dead letter is kept"

@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from celery import Celery, signals, states
+from celery.app.task import Context
 from celery.exceptions import Reject, Retry, TimeLimitExceeded, WorkerLostError
 from kombu.utils import json
 
@@ -74,6 +75,7 @@ class RunTracker:
             (signals.task_postrun, self._on_end),
             (signals.task_failure, self._on_failure),
             (signals.task_revoked, self._on_revoked),
+            (signals.task_unknown, self._on_unknown),
             (signals.worker_ready, self._on_worker_ready),
             (signals.worker_shutdown, self._on_worker_shutdown),
         ):
@@ -183,6 +185,25 @@ class RunTracker:
         if timer is not None and store is not None:
             kind = runs.EXPIRED if expired else runs.REVOKED
             self._end(store, _out_run(request, timer), kind, None, "", None, None)
+
+    def _on_unknown(
+        self, sender: Any = None, message: Any = None, name: str = "", id: str = "", **_: Any
+    ) -> None:
+        """Note that the worker does not know the task of a run: it has thrown the message away."""
+        headers = getattr(message, "headers", None) or {}
+        if "dtimer" not in headers or getattr(sender, "app", None) is not self._app:
+            return
+        fields = {"properties": message.properties or {}, "hostname": sender.hostname, "id": id}
+        request = Context({**headers, **fields})
+        timer, store = timer_of(request), None
+        if timer is not None:
+            store = self._store(timer.service)
+        if timer is not None and store is not None:
+            error = f"the worker knows no task {name!r}"
+            letter = _letter(request, name, timer, runs.REJECTED, error, None, None)
+            letter["call"] = ""  # the message was not read
+            self._end(store, _out_run(request, timer), runs.REJECTED, None, error, None, letter)
+            self._tell(timer.service, letter)
 
     def _on_worker_ready(self, sender: Any = None, **_: Any) -> None:
         if getattr(sender, "app", None) is self._app and self._renewals is None:

@@ -20,7 +20,7 @@ if not timer then -- edited by hand
   redis.call('ZREM', RUN_LEASES, task)
   return 0
 end
-local row = fields(key('timer', timer), 'status', 'revision', 'created')
+local row = fields(key('timer', timer), 'status', 'revision')
 local definition = again ~= '' and row[2] and redis.pcall('GET', key('timer_definition', timer))
 note_run(ARGV[8], task, timer, due, number_, shard, retries, 'lost', 'error', ARGV[9])
 count('lost', 1)
@@ -28,7 +28,7 @@ close_run(task, timer)
 local code = 1
 if type(definition) == 'string' then
   redis.call('DEL', key('run_claim', ARGV[7]))
-  add_hidden(again, timer, row[2], definition, 'created', row[3], 'due', due, 'runs', whole(tonumber(number_) - 1))
+  add_hidden(again, timer, row[2], definition, 'due', due, 'runs', whole(tonumber(number_) - 1))
   code = 2
 else
   bury_letter(task, 'timer', timer, 'name', ARGV[10], 'due', due, 'number', number_, 'task_id', task, 'retries', retries,

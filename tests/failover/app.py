@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from typing import Any
 
@@ -67,6 +68,32 @@ def record_once(timer: CallbackTimer, message: str, seconds: float) -> None:
 def fail(timer: CallbackTimer) -> None:
     """Raise, as callbacks sometimes do."""
     raise RuntimeError(f"{timer.name} fails on purpose")
+
+
+@timers.callback
+def work(timer: CallbackTimer) -> str:
+    """Write down that the run has begun, wait to be let go, and write down that it has ended."""
+    what = {"name": timer.name, "run": timer.run, "task_id": work.request.id}
+    write_down(**what, did="began")
+    with redis.Redis.from_url(os.environ["DTIMER_TEST_LEDGER"]) as ledger:
+        ledger.blpop(f"{app.conf.task_default_queue}.go.{timer.name}", timeout=60)
+    write_down(**what, did="ended")
+    return "done"
+
+
+@timers.callback
+def die(timer: CallbackTimer) -> None:
+    """End the process that runs it, as a lack of memory would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@timers.callback
+def fail_twice(timer: CallbackTimer) -> int:
+    """Raise unless it is the third try."""
+    retries = int(fail_twice.request.retries)
+    if retries < 2:
+        raise LookupError(f"try {retries}")
+    return retries
 
 
 @app.on_after_finalize.connect
