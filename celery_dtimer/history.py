@@ -3,7 +3,7 @@
 The history is a stream of what commits and other transitions have noted; it is capped, so that what
 is long past can be found no more. An entry has lines, each with blanks in between:
 
-- ``sent``: id of the timer, scheduled moment, number of the run or "trigger";
+- ``sent``: id of the timer, scheduled moment, number of the run, "trigger" or "resent";
 - ``skipped``: id of the timer, reason, how many runs in a row, the moment of the first of them, and
   one before which, or at which, the last of them was.
 """
@@ -21,6 +21,7 @@ from celery_dtimer.schedules import Custom
 #: A moment means the run that is nearest to it, within so many ms: people give no fractions.
 NEAR_MS = 999
 
+_HIDDEN = {"trigger": "a trigger", "resent": "a run that was lost"}
 _REASONS = {
     planning.MISFIRE: "it would have been later than its misfire_grace_time allows",
     planning.COALESCED: "it was missed, and another run stood for it",
@@ -39,7 +40,7 @@ class Sent(NamedTuple):
     at_ms: int
     instance: str
     scheduled_ms: int
-    number: str  #: "trigger" when somebody asked for it
+    number: str  #: "trigger" when somebody asked for it, "resent" when it was lost before
 
 
 class Skipped(NamedTuple):
@@ -88,7 +89,7 @@ def explain(
     """
     record = _nearest(definition, moment_ms, found)
     if isinstance(record, Sent):
-        what = "a trigger" if record.number == "trigger" else f"run {record.number}"
+        what = _HIDDEN.get(record.number) or f"run {record.number}"
         late = timedelta(milliseconds=max(0, record.at_ms - record.scheduled_ms))
         return (
             f"{what}, scheduled at {_shown(record.scheduled_ms)}, was sent at "

@@ -203,6 +203,19 @@ def _noted(entries: Iterable[Mapping[str, str]], timer_id: str | None) -> list[R
     return list(records.values())
 
 
+def told(records: Iterable[RunRecord]) -> str:
+    """Return in a sentence what workers have made of a run, "" when they have noted nothing."""
+    parts = []
+    for record in records:
+        if record.state == QUEUED:
+            continue
+        took = "" if record.took is None else f" after {record.took:g} s"
+        tries = f", after {record.retries} retries" if record.retries else ""
+        error = f" ({record.error})" if record.error else ""
+        parts.append(f"{record.worker or 'no worker'}: {record.state}{took}{tries}{error}")
+    return "; ".join(parts)
+
+
 _Sent = tuple[datetime, str, str]  # when, by whom, number
 
 

@@ -53,6 +53,7 @@ from celery_dtimer.runs import (
     definition_to_requeue,
     read_letters,
     read_runs,
+    told,
 )
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.settings import Settings
@@ -689,7 +690,7 @@ class DistributedTimer:
         """Say in a sentence what became of a timer's run at a moment, or why there was none.
 
         The service's history tells what was sent and what was skipped as far as it reaches back
-        (``dtimer_history``); for the rest the timer's state does.
+        (``dtimer_history``); for the rest the timer's state does. What workers have noted follows.
 
         Args:
             timer: its id or name.
@@ -708,7 +709,14 @@ class DistributedTimer:
         except InvalidTimerError:
             definition = None
         found = history.records(self.store.history(moment_ms - history.NEAR_MS), state.id)
-        return history.explain(definition, state, moment_ms, self.store.now_ms(), found)
+        answer = history.explain(definition, state, moment_ms, self.store.now_ms(), found)
+        near = timedelta(milliseconds=history.NEAR_MS)
+        noted = told(
+            record
+            for record in read_runs(self.store, state.id)
+            if abs(record.scheduled_at - to_datetime(moment_ms)) <= near
+        )
+        return f"{answer}; {noted}" if noted else answer
 
     def preview(
         self,
