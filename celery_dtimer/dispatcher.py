@@ -582,11 +582,11 @@ class Dispatcher:
             if code == COMMITTED:
                 if message is not None and message.published is not None:
                     message.published()
+                if is_heard:
+                    self._announcer.settled(settlement, lease.instance)
             elif code == PUSH_REFUSED:
                 refused.extend(self._refused_push(settlement, next(errors), tally))
                 continue
-                if is_heard:
-                    self._announcer.settled(settlement, lease.instance)
             else:
                 unsettled.append(f"{settlement.timer.id} ({COMMIT_REFUSALS[code]})")
             self._overlaps.settled(settlement, code)

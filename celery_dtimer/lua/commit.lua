@@ -152,6 +152,18 @@ local function advance(timer, name, row, due, following, at, done)
   add(rescheduled, at, timer)
 end
 
+-- Keep what is known of a run that is given up. A hidden timer goes: its definition is kept.
+local function to_dead_letters(timer, name, row, due, reason, problem)
+  local more = fields(name, 'parent')
+  local letter = timer .. ':' .. (row[3] or '') .. ':' .. (due or '')
+  local definition = more[1] and redis.pcall('GET', key('timer_definition', timer))
+  if type(definition) ~= 'string' then
+    definition = ''
+  end
+  bury_letter(letter, 'timer', more[1] or timer, 'due', due or '', 'number', whole(number(row[6], 0) + 1), 'reason', reason,
+    'error', problem, 'where', id, 'definition', definition)
+end
+
 -- Move a timer on to its next run, and count those that do not happen.
 local function move_on(timer, name, row, due, done, detail)
   if tonumber(detail) then
@@ -192,18 +204,6 @@ local function wait(timer, name, row, tasks)
   call('HSET', name, 'at', at, 'attempts', 'waits')
   call('ZADD', QUEUE, at, timer)
   call('ZADD', own_timers, at, timer)
-end
-
--- Keep what is known of a run that is given up. A hidden timer goes: its definition is kept.
-local function to_dead_letters(timer, name, row, due, reason, problem)
-  local more = fields(name, 'parent')
-  local letter = timer .. ':' .. (row[3] or '') .. ':' .. (due or '')
-  local definition = more[1] and redis.pcall('GET', key('timer_definition', timer))
-  if type(definition) ~= 'string' then
-    definition = ''
-  end
-  bury_letter(letter, 'timer', more[1] or timer, 'due', due or '', 'number', whole(number(row[6], 0) + 1), 'reason', reason,
-    'error', problem, 'where', id, 'definition', definition)
 end
 
 local others
