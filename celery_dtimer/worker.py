@@ -74,9 +74,14 @@ class CallbackTimer:
 
 def timer_of(request: Any) -> CallbackTimer | None:
     """Return the timer of a task request, or None when no timer sent it."""
-    headers = getattr(request, "headers", None) or {}  # where a task that runs eagerly has it
-    header = getattr(request, "dtimer", None) or headers.get("dtimer")
+    header = _header(request, "dtimer")
     return CallbackTimer.from_header(header) if header else None
+
+
+def _header(request: Any, name: str) -> Any:
+    """Return a header of a message of ours: where a task runs eagerly, it is among the others."""
+    others = getattr(request, "headers", None) or {}
+    return getattr(request, name, None) or others.get(name)
 
 
 def remembered_ms(run_once: object) -> int | None:
@@ -179,7 +184,7 @@ def _map_of(task: Any) -> Any:
 
 
 def _retry_policy_of(request: Any) -> Mapping[str, Any] | None:
-    policy = getattr(request, RETRY_HEADER, None)
+    policy = _header(request, RETRY_HEADER)
     return policy if isinstance(policy, Mapping) else None
 
 

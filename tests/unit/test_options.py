@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -13,7 +14,7 @@ from celery.canvas import Signature
 
 from celery_dtimer.errors import InvalidTimerError
 from celery_dtimer.model import Definition, check_storable, decode_definition
-from celery_dtimer.options import check_options, plain_signature
+from celery_dtimer.options import check_options, plain_signature, with_time_limits
 from celery_dtimer.schedules import Interval
 from tests.naming import named
 
@@ -202,3 +203,50 @@ def test_an_option_that_cannot_work_is_refused_by_name_and_value(name: str, valu
         check_options({name: value})
     assert name in str(caught.value)
     assert "expected" in str(caught.value)
+
+
+# ------------------------------------------------------------------ time limits and retries
+
+
+class Busy(Exception):  # noqa: N818 - an app's
+    pass
+
+
+def test_a_timeout_stands_for_both_time_limits() -> None:
+    options = check_options({"timeout": timedelta(minutes=1)})
+    assert options == {"timeout": 60.0}
+    assert with_time_limits(options) == {"soft_time_limit": 60.0, "time_limit": 65.0}
+    own = {"timeout": 60, "soft_time_limit": 5, "time_limit": 9}
+    assert with_time_limits(own) == {"soft_time_limit": 5, "time_limit": 9}
+    assert with_time_limits({"queue": "q"}) == {"queue": "q"}
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (KeyError, ["builtins.KeyError"]),
+        ((KeyError, Busy), ["builtins.KeyError", f"{__name__}.Busy"]),
+        (
+            ["KeyError", "requests.exceptions.Timeout"],
+            ["builtins.KeyError", "requests.exceptions.Timeout"],
+        ),
+    ],
+)
+def test_exceptions_are_stored_by_their_full_names(value: Any, names: list[str]) -> None:
+    assert check_options({"autoretry_for": value}) == {"autoretry_for": names}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("timeout", value) for value in (0, -1, "5", True)],
+        *[("autoretry_for", value) for value in ((), [5], int, "a b", BaseException)],
+        *[("max_retries", value) for value in (-1, 1.5, True, "3")],
+        *[("retry_backoff", value) for value in (-1, "2")],
+        *[("retry_backoff_max", value) for value in (-1, True)],
+        *[("retry_jitter", value) for value in (1, "yes")],
+    ],
+)
+def test_retries_that_cannot_be_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidTimerError, match=re.escape(f"options[{name!r}]=")):
+        check_options({name: value})

@@ -248,3 +248,65 @@ def test_a_callback_that_runs_eagerly_needs_no_redis(unreachable: Celery) -> Non
         return timer.run
 
     assert run(callback, headers={"dtimer": HEADER}) == HEADER["run"]
+
+
+# ------------------------------------------------------------------ retries of a timer
+
+
+class RefusedError(LookupError):
+    """An exception of an app."""
+
+
+def retried(app: Celery, exc: Exception, **policy: Any) -> tuple[int, list[Any]]:
+    """Run a callback that always fails, with a timer's retries; return how often, and the waits."""
+    tries: list[int] = []
+    waits: list[Any] = []
+
+    def callback(timer: Any) -> None:
+        tries.append(task.request.retries)
+        raise exc
+
+    task = task_of(app, callback)
+    before = task.retry
+
+    def retry(**options: Any) -> Any:
+        waits.append(options.get("countdown"))
+        return before(**options)
+
+    task.retry = retry  # type: ignore[method-assign]
+    with pytest.raises(type(exc)):
+        run(task, headers={"dtimer": HEADER, "dtimer_retry": policy}, throw=True)
+    return len(tries), waits
+
+
+@pytest.mark.parametrize(
+    ("policy", "tries"),
+    [
+        ({"max_retries": 2}, 3),
+        ({"max_retries": 0}, 1),
+        ({"max_retries": 2, "autoretry_for": ["builtins.LookupError"]}, 3),
+        ({"max_retries": 2, "autoretry_for": ["tests.unit.test_worker.RefusedError"]}, 3),
+        ({"max_retries": 2, "autoretry_for": ["builtins.KeyError"]}, 1),
+        ({"max_retries": 2, "dont_autoretry_for": ["builtins.LookupError"]}, 1),
+    ],
+)
+def test_a_timer_says_after_what_and_how_often_its_callback_is_retried(
+    app: Celery, policy: dict[str, Any], tries: int
+) -> None:
+    assert retried(app, RefusedError("no"), **policy)[0] == tries
+
+
+def test_the_waits_between_retries_grow_as_celerys(app: Celery) -> None:
+    policy = {"retry_backoff": 2, "retry_backoff_max": 5, "retry_jitter": False}
+    assert retried(app, RefusedError("no"), max_retries=3, **policy)[1] == [2, 4, 5, 5]
+    _, waits = retried(app, RefusedError("no"), max_retries=3, retry_backoff=True)
+    assert all(0 <= wait <= 2**tries for tries, wait in enumerate(waits))
+
+
+@pytest.mark.parametrize("policy", [None, "x", 5])
+def test_a_header_that_was_tampered_with_is_no_policy(app: Celery, policy: Any) -> None:
+    def callback(timer: Any) -> None:
+        raise RefusedError("no")
+
+    with pytest.raises(RefusedError):
+        run(task_of(app, callback), headers={"dtimer": HEADER, "dtimer_retry": policy}, throw=True)
