@@ -12,7 +12,11 @@ from celery_dtimer import DistributedTimer
 REDIS_URL = os.environ.get("SHOP_REDIS_URL", "redis://127.0.0.1:6379/0")
 INSTANCE_TIMEOUT = float(os.environ.get("SHOP_INSTANCE_TIMEOUT", "30"))
 
-app = Celery("shop", broker=REDIS_URL, include=["example_project.tasks"])
+app = Celery(
+    "shop",
+    broker=REDIS_URL,
+    include=["example_project.tasks", "example_project.webhooks"],
+)
 app.conf.update(
     broker_connection_retry_on_startup=True,
     task_ignore_result=True,
