@@ -275,6 +275,15 @@ def read_letters(store: Store, offset: int = 0, limit: int | None = None) -> lis
     ]
 
 
+def read_letter(store: Store, id: str) -> DeadLetter | None:
+    """Return a dead letter, None when there is none."""
+    row = store.dead_letter(id)
+    if row is None:
+        return None
+    timer = row.get("timer", "")
+    return DeadLetter.from_stored(id, row, row.get("name") or _names(store, [timer]).get(timer, ""))
+
+
 def definition_to_requeue(store: Store, row: Mapping[str, str]) -> Definition:
     """Return what is sent for a dead letter: its timer's callback, with the letter's arguments.
 
@@ -350,9 +359,8 @@ class LostRuns:
             what = "it is sent again" if code == _SENT_AGAIN else "a dead letter is kept"
             logger.warning("Run %s of timer %s is lost (%s): %s", task_id, shown(name), why, what)
         if code == _LOST:
-            stored = self._store.dead_letter(task_id)
-            if stored is not None:
-                letter = DeadLetter.from_stored(task_id, stored, name)
+            letter = read_letter(self._store, task_id)
+            if letter is not None:
                 tell(timer_failed, settings.service, letter=letter)
         return int(code > 0)
 

@@ -30,7 +30,7 @@ from kombu.utils import json
 from celery_dtimer import runs
 from celery_dtimer.errors import DistributedTimerError, StoreUnavailableError
 from celery_dtimer.model import to_ms
-from celery_dtimer.runs import DeadLetter, error_text
+from celery_dtimer.runs import DeadLetter, error_text, read_letter
 from celery_dtimer.settings import Settings
 from celery_dtimer.signals import timer_failed
 from celery_dtimer.store import OutRun, Store, encode_name
@@ -110,11 +110,10 @@ class RunTracker:
         self, task: Any = None, retval: Any = None, state: str | None = None, **_: Any
     ) -> None:
         request = task.request
-        started = getattr(request, _STARTED, None)
-        if started is None or state not in _STATES:  # without one, the process is about to end
-            return
         timer = self._tracked(task, request)
-        assert timer is not None  # noqa: S101 - it was when it started
+        started = getattr(request, _STARTED, None)
+        if timer is None or started is None or state not in _STATES:  # without one: it is killed
+            return
         took_ms = round((time.monotonic() - started) * 1000)
         kind, keep_ms, error = _STATES[state], None, ""
         store = self._store(timer.service)
@@ -171,9 +170,9 @@ class RunTracker:
                 if store is None:
                     continue
                 self._end(store, run, runs.FAILED, None, error, None, letter)
-                row = store.dead_letter(run.task_id)
-                if row is not None:
-                    self._tell(service, row)
+                found = read_letter(store, run.task_id)
+                if found is not None:
+                    timer_failed.send(sender=service, letter=found)
         except DistributedTimerError as exc:
             self._outages.note(exc)
 
