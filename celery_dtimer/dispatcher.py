@@ -589,7 +589,7 @@ class Dispatcher:
                 continue
             else:
                 unsettled.append(f"{settlement.timer.id} ({COMMIT_REFUSALS[code]})")
-            self._overlaps.settled(settlement, code)
+            self._overlaps.settled(settlement, code, lease.instance)
             if code == COMMITTED or message is None:
                 tally.counts[settlement.done] += 1
         if unsettled:

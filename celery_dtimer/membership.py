@@ -34,7 +34,12 @@ from dataclasses import dataclass, replace
 
 from celery.utils.dispatch import Signal
 
-from celery_dtimer.errors import DistributedTimerError, FencedError
+from celery_dtimer.errors import (
+    DistributedTimerError,
+    FencedError,
+    StoreError,
+    StoreUnavailableError,
+)
 from celery_dtimer.faults import point
 from celery_dtimer.model import Lease
 from celery_dtimer.runs import LostRuns
@@ -379,16 +384,19 @@ class Membership:
         lease = self._lease
         if lease is None:
             return
-        while lease is not None and self._lost.step(lease) >= BATCH:
-            lease = self._kept_lease()
-        if lease is None:
-            return
         self._store.purge()
         self._scrub_position, repairs = self._store.scrub(
             lease.instance, lease.epoch, self._scrub_position
         )
         for timer, wrong in repairs:
             logger.error("Timer %s was stored inconsistently (%s): repaired", timer, wrong)
+        try:
+            while lease is not None and self._lost.step(lease) >= BATCH:
+                lease = self._kept_lease()
+        except StoreUnavailableError:
+            raise
+        except StoreError as exc:  # edited by hand: nothing else is to wait for it
+            logger.error("Lost runs can not be looked for: %s", exc)
 
 
 class MembershipThread(threading.Thread):

@@ -75,7 +75,7 @@ class Overlaps:
         logger.info("Timer %s: revoked %s for its next run", name, ", ".join(task_ids))
         return True
 
-    def settled(self, settlement: Settlement, code: int) -> None:
+    def settled(self, settlement: Settlement, code: int, instance: str) -> None:
         """Hear how a commit has answered: what was not sent is forgotten."""
         run = self._noted.get(settlement.timer.id)
         if run is None:
@@ -87,7 +87,7 @@ class Overlaps:
         if settlement.done != "refused" or code != COMMITTED:
             del self._noted[settlement.timer.id]
         if is_over:
-            self._store.close_runs([run])
+            self._store.close_runs(instance, [run])
 
 
 def _is_held(run: Run) -> bool:
@@ -113,7 +113,7 @@ def _held(run: Run) -> HeldRun:
 
 def _put_off(planned: Settlement, run: Run, held: HeldRun) -> Settlement:
     """Return what becomes of a run while another of its timer is out."""
-    if run.definition.policy.overlap == BUFFER_ONE:
+    if run.definition.policy.overlap == BUFFER_ONE or run.resent:
         return Settlement(planned.timer, "waits", reason=" ".join(held.task_ids))
     skip = planning.refuse(planned.skip, run.scheduled_ms, planning.OVERLAP)
     return planned._replace(done="skip", skip=skip)

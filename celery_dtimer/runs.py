@@ -181,7 +181,9 @@ def _noted(entries: Iterable[Mapping[str, str]], timer_id: str | None) -> list[R
             continue
         known = records.get(id)
         record = known or RunRecord(timer, due, state, _whole(entry.get("number", "")), id)
-        at = _moment(entry["at"])
+        at, retries = _moment(entry["at"]), _whole(entry.get("retries", "")) or 0
+        if known is not None and retries < known.retries:
+            continue  # the report of an earlier try, which the next one has overtaken
         if state == STARTED:
             if known is not None:
                 before[id] = known
@@ -197,7 +199,7 @@ def _noted(entries: Iterable[Mapping[str, str]], timer_id: str | None) -> list[R
             state=state,
             worker=entry.get("worker") or record.worker,
             error=entry.get("error"),
-            retries=_whole(entry.get("retries", "")) or 0,
+            retries=retries,
             shard=_whole(entry.get("shard", "")) or 0,
         )
     return list(records.values())
@@ -348,7 +350,7 @@ class LostRuns:
         settings = self._store.settings
         why = (
             f"no worker has started it within {settings.queued_lease:g} s"
-            if fields[7] == "-"
+            if fields[7].startswith("-")
             else "its worker did not renew its lease, or its time limit is over"
         )
         name = "" if definition is None else definition.name

@@ -1078,11 +1078,11 @@ class Store:
         arguments = [part for run in runs for part in (*run[:-1], " ".join(run.task_ids))]
         return list(self._call("open_runs", instance, epoch, lease_ms, *arguments))
 
-    def close_runs(self, runs: Iterable[HeldRun]) -> None:
-        """Forget runs that were noted and are not sent."""
+    def close_runs(self, instance: str, runs: Iterable[HeldRun]) -> None:
+        """Forget runs that an instance has noted and does not send."""
         pairs = [part for run in runs for id in run.task_ids for part in (run.timer_id, id)]
         for batch in _chunks(pairs, 2 * BATCH):
-            self._call("close_runs", *batch)
+            self._call("close_runs", instance, *batch)
 
     def lost_runs(self, limit: int = BATCH) -> list[tuple[str, str]]:
         """Return runs whose leases have ended: their task ids, and what is stored of them."""

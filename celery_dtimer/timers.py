@@ -60,7 +60,7 @@ from celery_dtimer.settings import Settings
 from celery_dtimer.signals import timer_failed
 from celery_dtimer.store import Store, attempts
 from celery_dtimer.tracking import RunTracker
-from celery_dtimer.worker import RunClaims, callback_body, remembered_ms
+from celery_dtimer.worker import RunClaims, callback_body, remembered_ms, take_retries
 from celery_dtimer.zones import zone_name, zone_of
 
 #: What a schedule may be given as.
@@ -209,9 +209,10 @@ class DistributedTimer:
                 raise invalid("option", option, f"{close[0]!r}, which has nearly this name")
         options.setdefault("name", self.app.gen_task_name(function.__name__, function.__module__))
         options = {**with_time_limits(options), CALLBACK_MARK: True}
+        claim = None if keep_ms is None else partial(self._claims.claim, keep_ms=keep_ms)
+        body = callback_body(function, claim, take_retries(options))
         decorator: Any = self.app.task(bind=True, **options)
-        once = [] if keep_ms is None else [partial(self._claims.claim, keep_ms=keep_ms)]
-        task: Task[..., Any] = decorator(callback_body(function, *once))
+        task: Task[..., Any] = decorator(body)
         self._register(short_name, task)  # unread: a task is made when Celery's app is complete
         if schedule is not None:
             entry: dict[str, Any] = {"task": options["name"], "schedule": schedule, **timer_fields}
@@ -342,7 +343,8 @@ class DistributedTimer:
                 ``time_limit`` 5 s later. Of callbacks also ``autoretry_for`` (exceptions or their
                 full names; by default all), ``dont_autoretry_for``, ``max_retries``,
                 ``retry_backoff``, ``retry_backoff_max`` and ``retry_jitter``, as Celery's tasks
-                have them: any of these makes a run that fails be retried.
+                have them, in place of those of the callback: any of these makes a run that fails
+                be retried.
 
         Raises:
             InvalidTimerError: something cannot be used; nothing was stored.

@@ -1,7 +1,8 @@
 """What runs in the worker: the task of a timer callback, which receives its timer first.
 
-A timer may say how its callback is retried (``autoretry_for``, ``retry_backoff`` and so on, as
-Celery's tasks have them): that travels with the message.
+A callback is retried as its decorator says (``autoretry_for``, ``retry_backoff`` and so on), or as
+its timer says, of which the message tells. Both are done here, since Celery's wrapper, around the
+task, would retry by the decorator what the timer does not want to be retried.
 
 A callback with ``run_once`` drops the second message of a run. There is one when an instance ends
 between publishing a run and committing it: the next owner sends the run again, under the same task
@@ -28,7 +29,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import get_exponential_backoff_interval
 
 from celery_dtimer.errors import DistributedTimerError, invalid
-from celery_dtimer.options import RETRY_HEADER, exception_name
+from celery_dtimer.options import RETRIES, RETRY_HEADER, exception_name
 from celery_dtimer.stores import ProcessStores
 
 logger = logging.getLogger(__name__)
@@ -183,13 +184,28 @@ def _map_of(task: Any) -> Any:
     return outer.request if mapped.get("task") == task.name else None
 
 
-def _retry_policy_of(request: Any) -> Mapping[str, Any] | None:
+def take_retries(options: dict[str, Any]) -> dict[str, Any]:
+    """Take from the options of a Celery task how it is retried by itself, and return that."""
+    base = options.get("base")
+    found: dict[str, Any] = {}
+    for name in (*RETRIES, "retry_kwargs"):
+        if name != "max_retries" and (name in options or hasattr(base, name)):
+            found[name] = options.get(name, getattr(base, name, None))
+    if not found.get("autoretry_for"):
+        return {}
+    options["autoretry_for"] = ()  # Celery leaves it to the callback
+    for name in ("autoretry_for", "dont_autoretry_for"):
+        found[name] = [exception_name(kind) for kind in found.get(name) or ()]
+    return found
+
+
+def _retries_of(request: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return how a run is retried: as its timer says, and for the rest as its callback does."""
     policy = _header(request, RETRY_HEADER)
-    return policy if isinstance(policy, Mapping) else None
+    return {**own, **policy} if isinstance(policy, Mapping) else own
 
 
 def _is_retried(exc: Exception, policy: Mapping[str, Any]) -> bool:
-    """Say whether a timer has asked for retries after such an exception."""
     names = {exception_name(kind) for kind in type(exc).__mro__}
     wanted = policy.get("autoretry_for") or ["builtins.Exception"]
     return names.isdisjoint(policy.get("dont_autoretry_for") or ()) and not names.isdisjoint(wanted)
@@ -197,7 +213,7 @@ def _is_retried(exc: Exception, policy: Mapping[str, Any]) -> bool:
 
 def _retry_arguments(policy: Mapping[str, Any], retries: int) -> dict[str, Any]:
     """Return what ``Task.retry`` takes, as Celery's ``autoretry_for`` works it out."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {**(policy.get("retry_kwargs") or {})}
     if policy.get("retry_backoff"):
         arguments["countdown"] = get_exponential_backoff_interval(
             factor=int(max(1.0, float(policy["retry_backoff"]))),
@@ -212,7 +228,8 @@ def _retry_arguments(policy: Mapping[str, Any], retries: int) -> dict[str, Any]:
 
 def callback_body(
     function: Callable[..., Any],
-    admit: Callable[[Any, CallbackTimer], None] = lambda request, timer: None,
+    admit: Callable[[Any, CallbackTimer], None] | None = None,
+    retries: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Return the body of a bound Celery task that calls the function with its timer first.
 
@@ -224,6 +241,7 @@ def callback_body(
         function: the user's.
         admit: called with the task's request and its timer before each run that a timer sent; the
             function is not called if it raises.
+        retries: how the callback is retried by itself, from `take_retries`.
 
     Raises:
         InvalidTimerError: the function takes no positional argument for its timer.
@@ -234,6 +252,7 @@ def callback_body(
         raise invalid("callback", function, "a function whose first argument is its timer")
 
     first, *others = parameters
+    own = retries or {}
 
     @wraps(function)
     def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -241,11 +260,12 @@ def callback_body(
         if request is None:
             return function(*args, **kwargs)
         timer = timer_of(request)
-        if timer is not None and getattr(request, _ADMITTED, None) is not True:
+        is_new = admit is not None and getattr(request, _ADMITTED, None) is not True
+        if timer is not None and admit is not None and is_new:
             admit(request, timer)
             setattr(request, _ADMITTED, True)
-        policy = None if timer is None else _retry_policy_of(request)
-        if policy is None or self.request.called_directly:  # by a map: that is no callback
+        policy = _retries_of(request, own)
+        if not policy or self.request.called_directly:  # by a map: that is no callback
             return function(timer, *args, **kwargs)
         try:
             return function(timer, *args, **kwargs)

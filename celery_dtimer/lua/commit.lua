@@ -121,7 +121,7 @@ local function finish(timer, name, row, due, summary, done)
     call('HSET', name, 'last_run', due, 'runs', run)
   end
   if more[1] or (keep == 0 and not more[2]) then
-    erase(timer)
+    erase(timer, true)
     return
   end
   call('HSET', name, 'status', 'stopped', 'reason', 'finished')
@@ -176,7 +176,8 @@ local function move_on(timer, name, row, due, done, detail)
   end
   if reason ~= '-' then
     passed = passed + tonumber(runs)
-    note_skipped(timer, reason, runs, first, last)
+    local parent = fields(name, 'parent')[1]
+    note_skipped(parent and call('EXISTS', key('timer', parent)) == 1 and parent or timer, reason, runs, first, last)
   end
   if following == '-' then
     finish(timer, name, row, due, summary, done)

@@ -11,7 +11,7 @@ if not holds_epoch(ARGV[2], ARGV[3]) then
   return FENCED
 end
 local expiry = redis.call('ZSCORE', RUN_LEASES, task)
-if not expiry or tonumber(expiry) > NOW or redis.call('HGET', RUNNING, task) ~= ARGV[5] then
+if not expiry or tonumber(expiry) > NOW or (redis.call('HGET', RUNNING, task) or '') ~= ARGV[5] then
   return 0
 end
 local timer, due, number_, shard, retries = lease_of(task)

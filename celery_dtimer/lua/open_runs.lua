@@ -21,17 +21,18 @@ for i = 5, #ARGV, 6 do
     own[task] = true
     tasks[#tasks + 1] = task
   end
-  redis.call('ZREMRANGEBYSCORE', open, '-inf', whole(NOW))
+  redis.pcall('ZREMRANGEBYSCORE', open, '-inf', whole(NOW))
   local others = overlap ~= 'allow' and others_out(timer, own) or {}
   if #others > 0 and overlap ~= 'cancel_other' then
     answer[#answer + 1] = 'busy'
   else
     for shard, task in ipairs(tasks) do
       local holder = select(8, lease_of(task))
-      if not holder or holder == '-' then
-        redis.call('HSET', RUNNING, task, table.concat({timer, due, number_, shard - 1, 0, resent, 0, '-'}, ' '))
-        redis.call('ZADD', RUN_LEASES, whole(expiry), task)
-        redis.call('ZADD', open, whole(expiry), task)
+      if not holder or is_idle(holder) then
+        local text = table.concat({timer, due, number_, shard - 1, 0, resent, 0, '-' .. ARGV[2]}, ' ')
+        redis.pcall('HSET', RUNNING, task, text)
+        redis.pcall('ZADD', RUN_LEASES, whole(expiry), task)
+        redis.pcall('ZADD', open, whole(expiry), task)
       end
     end
     answer[#answer + 1] = #others > 0 and 'cancel ' .. table.concat(others, ' ') or 'open'

@@ -240,14 +240,19 @@ end
 
 -- A run that is out has a lease: a member of RUN_LEASES by when it ends. RUNNING says of it, with blanks in between:
 --   id of the timer, scheduled moment, number, shard, retries, how often it was sent again, the moment it is to be back by
---   or 0, which message is running it or "-" while none is
--- A timer that holds its runs has them in open_runs too, by the same moment.
+--   or 0, which message is running it or, while none is, "-" and the instance that has noted it
+-- A timer that holds its runs has them in open_runs too, by the same moment. None of these keys, edited into something
+-- else, stops what matters more.
 local LEASE = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%S+)$'
 
 -- What RUNNING says of a run: nothing when it is not out.
 local function lease_of(task)
   local text = redis.pcall('HGET', RUNNING, task)
   return string.match(type(text) == 'string' and text or '', LEASE)
+end
+
+local function is_idle(holder)
+  return string.sub(holder or '', 1, 1) == '-'
 end
 
 local function keep_lease(task, timer, expiry)
@@ -257,11 +262,12 @@ end
 
 -- Let a timer, and its triggers, that wait for the end of a run be looked at now.
 local function end_waiting(timer)
-  local ids = redis.call('SMEMBERS', key('triggers', timer))
+  local ids = redis.pcall('SMEMBERS', key('triggers', timer))
+  ids = ids.err and {} or ids
   ids[#ids + 1] = timer
   for _, id in ipairs(ids) do
     local row = fields(key('timer', id), 'status', 'owner', 'attempts')
-    if row[1] == 'active' and row[3] == 'waits' then
+    if row[1] == 'active' and row[2] and row[3] == 'waits' then
       redis.call('HSET', key('timer', id), 'at', whole(NOW))
       redis.call('ZADD', QUEUE, whole(NOW), id)
       redis.call('ZADD', key('instance_timers', row[2]), whole(NOW), id)
@@ -272,9 +278,9 @@ end
 
 -- End the lease of a run.
 local function close_run(task, timer)
-  redis.call('HDEL', RUNNING, task)
-  redis.call('ZREM', RUN_LEASES, task)
-  if redis.call('ZREM', key('open_runs', timer), task) == 1 then
+  redis.pcall('HDEL', RUNNING, task)
+  redis.pcall('ZREM', RUN_LEASES, task)
+  if redis.pcall('ZREM', key('open_runs', timer), task) == 1 then
     end_waiting(timer)
   end
 end
@@ -282,8 +288,8 @@ end
 -- The runs of a timer that are out, and the moment at which the first lease of them ends. `own` are left out.
 local function others_out(timer, own)
   local found, first = {}, math.huge
-  local rows = redis.call('ZRANGEBYSCORE', key('open_runs', timer), '(' .. whole(NOW), '+inf', 'WITHSCORES')
-  for i = 1, #rows, 2 do
+  local rows = redis.pcall('ZRANGEBYSCORE', key('open_runs', timer), '(' .. whole(NOW), '+inf', 'WITHSCORES')
+  for i = 1, rows.err and 0 or #rows, 2 do
     if not own[rows[i]] then
       found[#found + 1] = rows[i]
       first = math.min(first, tonumber(rows[i + 1]))
@@ -297,9 +303,9 @@ local function drop_open_runs(timer)
   local open = key('open_runs', timer)
   local tasks = redis.pcall('ZRANGE', open, 0, -1)
   for _, task in ipairs(tasks.err and {} or tasks) do
-    if select(8, lease_of(task)) == '-' then
-      redis.call('HDEL', RUNNING, task)
-      redis.call('ZREM', RUN_LEASES, task)
+    if is_idle(select(8, lease_of(task))) then
+      redis.pcall('HDEL', RUNNING, task)
+      redis.pcall('ZREM', RUN_LEASES, task)
     end
   end
   redis.call('DEL', open)
@@ -317,10 +323,13 @@ end
 local DEAD_LETTERS = 10000
 
 local function bury_letter(id, ...)
+  local added = redis.pcall('ZADD', DEAD, whole(NOW), id)
+  if type(added) == 'table' then
+    return -- it was edited into something else
+  end
   local letter = key('dead_timer', id)
   redis.call('DEL', letter)
   redis.call('HSET', letter, ...)
-  redis.call('ZADD', DEAD, whole(NOW), id)
   local surplus = redis.call('ZCARD', DEAD) - DEAD_LETTERS
   if surplus > 0 then
     for _, old in ipairs(redis.call('ZRANGE', DEAD, 0, surplus - 1)) do
@@ -336,14 +345,15 @@ local function add_hidden(id, parent, revision, definition, ...)
   redis.call('HSET', key('timer', id), 'status', 'active', 'revision', revision, 'created', now, 'due', now, 'at', now,
     'parent', parent, ...)
   redis.call('SET', key('timer_definition', id), definition)
-  redis.call('SADD', key('triggers', parent), id)
+  redis.pcall('SADD', key('triggers', parent), id)
   redis.call('ZADD', QUEUE, now, id)
   assign(id, now, placement(candidates())())
 end
 
 -- Remove all that is stored of a timer. A set that was edited into something else must not stop a script half way.
-local function erase(id)
-  if redis.pcall('EXISTS', key('open_runs', id)) == 1 then
+-- Its runs that were sent stay out if it goes because it has run.
+local function erase(id, has_run)
+  if not has_run and redis.call('EXISTS', key('open_runs', id)) == 1 then
     drop_open_runs(id)
   end
   local row = fields(key('timer', id), 'owner', 'parent', 'source')

@@ -29,7 +29,7 @@ if #ARGV > 14 then
   bury_letter(task, 'timer', timer, 'due', due, 'number', number_, 'task_id', task, 'retries', retries, 'where', ARGV[12],
     'error', ARGV[14], unpack(ARGV, 15))
 end
-if holder and holder ~= '-' and holder ~= message then
+if holder and not is_idle(holder) and holder ~= message then
   return 0
 elseif keep == '' then
   close_run(task, timer)
