@@ -6,6 +6,7 @@ app.conf.beat_scheduler = "celery_dtimer:DistributedScheduler"
 timers = DistributedTimer(app)
 """
 
+from celery_dtimer.countdowns import PendingTask
 from celery_dtimer.errors import (
     ConflictError,
     DistributedTimerError,
@@ -33,6 +34,7 @@ __all__ = [
     "FencedError",
     "Instance",
     "InvalidTimerError",
+    "PendingTask",
     "SettingsError",
     "StoreError",
     "StoreUnavailableError",

@@ -412,7 +412,7 @@ class Dispatcher:
         """Put the most urgent runs of a batch first, and leave the others in their order."""
         found = [definitions[settlement.timer.id] for settlement in planned]
         due = [each for each in found if isinstance(each, Definition)]  # all are: else not sent
-        if len({each.task for each in due}) == 1 and not any(each.options for each in due):
+        if len({each.task for each in due}) == 1 and not any(map(_has_options, due)):
             return  # as most batches
         urgencies = map(self._broker.urgency, due)
         order = sorted(enumerate(urgencies), key=itemgetter(1))
@@ -563,6 +563,10 @@ class Dispatcher:
             yield Settlement(timer, "refused", delay_ms=_delay_ms(timer))
 
 
+def _has_options(definition: Definition) -> bool:
+    return bool(definition.options) or definition.message is not None
+
+
 def _without(timers: Sequence[DueTimer], known: Iterable[DueTimer]) -> list[DueTimer]:
     """Return each timer once, without the known: those were not committed when it was read."""
     ids = {timer.id for timer in known}
@@ -592,7 +596,7 @@ def _decide(
     """Return what is to be done with a due timer: ``run`` when it is to be sent."""
     if not isinstance(definition, Definition):
         return _set_aside(timer, definition)
-    if timer.parent:
+    if timer.parent or definition.message is not None:
         return Settlement(timer, "run")
     due_ms, is_sent = timer.due_ms, timer.is_sent
     number = 1 if definition.policy.max_runs is None else timer.run_number

@@ -34,6 +34,7 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_misfire_grace_time": None,
     "dtimer_max_catch_up": 100,
     "dtimer_history": 10_000,
+    "dtimer_eta_threshold": None,
 }
 
 
@@ -61,6 +62,7 @@ class Settings:
     keep_finished: float = 7 * 86400.0
     defaults: Defaults = field(default_factory=Defaults)
     history: int = 10_000
+    eta_threshold: float | None = None
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -92,6 +94,7 @@ class Settings:
             keep_finished=_seconds("dtimer_keep_finished", conf, zero=True),
             defaults=_defaults(conf, app.conf.beat_cron_starting_deadline),
             history=_whole("dtimer_history", conf, 1_000_000),
+            eta_threshold=_threshold(conf["dtimer_eta_threshold"]),
         )
 
     def __post_init__(self) -> None:
@@ -139,6 +142,20 @@ class Settings:
         parts = urlsplit(self.redis_url)
         secrets, at, place = parts.netloc.rpartition("@")
         return f"{parts.scheme}://{'**' if secrets else ''}{at}{place}{parts.path}"
+
+
+def eta_threshold(app: Celery) -> float | None:
+    """Return the seconds of delay beyond which an app's calls are durable, None for no call.
+
+    Raises:
+        SettingsError: it is neither None nor seconds.
+    """
+    return _threshold(app.conf.get("dtimer_eta_threshold"))
+
+
+def _threshold(value: object) -> float | None:
+    name = "dtimer_eta_threshold"
+    return None if value is None else _seconds(name, {name: value}, zero=True)
 
 
 def _refuse_unknown(app: Celery) -> None:

@@ -50,6 +50,7 @@ from celery_dtimer.errors import (
     shown,
 )
 from celery_dtimer.model import (
+    LAST_MS,
     MAX_DEFINITION_BYTES,
     UNASSIGNED,
     Definition,
@@ -70,18 +71,18 @@ _HANDED = 100  # and that one call gives to others
 _BATCH_BYTES = MAX_DEFINITION_BYTES
 _CONNECTIONS = 2  # that one store uses at once: a call is prepared while another is answered
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
+_PAGE = 1000  # timers of the queue that are read at once
 _HISTORY_PAGE = 500  # entries that are read at once
 _LONGEST_PAUSE = 0.05  # seconds between two of them
 
 _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
     *("report", "give_up", "steal", "rezoned"),
-    *("upsert", "delete", "pause", "resume", "stop", "trigger"),
+    *("upsert", "delete", "pause", "resume", "stop", "trigger", "cancel"),
     *("due", "commit", "linked", "purge", "scrub"),
 )
 _FENCED, _BUSY, _UNLINKED = -1, -2, -3
 _SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
-_LAST_MS = 253_402_300_799_999  # the last moment that can be shown, in the year 9999
 
 # What a server answers that will serve later, or that is no longer the right one.
 _PASSING_IN_SCRIPT = re.compile(  # Redis before 7 wraps what a script ran into
@@ -335,6 +336,17 @@ class Committed(NamedTuple):
     codes: list[int]
     errors: list[str]  #: of the refused pushes, in order
     turn: Turn | None
+
+
+class Cancelled(NamedTuple):
+    """What became of a durable countdown that was to be cancelled."""
+
+    code: int  #: of ``cancel.lua``
+    blob: str  #: its definition, "" when there was none
+
+
+#: The code of ``cancel.lua`` for what is out, or may be.
+IN_FLIGHT = 2
 
 
 class UnlinkedError(StoreError):
@@ -772,6 +784,59 @@ class Store:
         for batch in _chunks(unread, _UPSERTS):
             self._begin_write(batch, _BrokenEntry.arm, encode_name(source))()
 
+    def hold(
+        self, definition: Definition, *, due_ms: int | None = None, delay_ms: int | None = None
+    ) -> None:
+        """Keep a durable countdown until it is due; it replaces one of the same task id.
+
+        Args:
+            definition: with its message.
+            due_ms: when it is due,
+            delay_ms: or how long from now, by the server's clock.
+
+        Raises:
+            ConflictError: others kept writing the same one.
+        """
+        arming = planning.Arming("active", due_ms, delay_ms=delay_ms)
+        state: TimerState | None = None
+        for _ in attempts(definition.name):
+            refused = self._begin_upsert([(definition, state, arming)], "")()[1]
+            if not refused:
+                return
+            state = refused[0]
+
+    def cancel(self, ids: Sequence[str]) -> list[Cancelled]:
+        """Remove durable countdowns; return what became of each."""
+        found: list[Cancelled] = []
+        for batch in _chunks(ids, BATCH):
+            answer = self._call("cancel", *batch)
+            pairs = zip(answer[::2], answer[1::2], strict=True)
+            found += [Cancelled(int(code), blob) for code, blob in pairs]
+        return found
+
+    def queued(
+        self, from_ms: int | None = None, until_ms: int | None = None
+    ) -> Iterator[list[tuple[str, int]]]:
+        """Yield active timers by when they are looked at, with that moment, a page at a time.
+
+        Args:
+            from_ms: the first moment.
+            until_ms: the last moment.
+        """
+        start, skip = "-inf" if from_ms is None else str(from_ms), 0
+        end = "+inf" if until_ms is None else str(until_ms)
+        while True:
+            with self._errors():
+                page = self.client.zrangebyscore(
+                    self.keys("timer_queue"), start, end, skip, _PAGE, withscores=True
+                )
+            yield [(id, int(at)) for id, at in page]
+            if len(page) < _PAGE:
+                return
+            last = str(int(page[-1][1]))
+            there = sum(int(at) == int(last) for _, at in page)
+            start, skip = last, there + (skip if last == start else 0)
+
     def replace(
         self, state: TimerState, old: Definition, definition: Definition, *, wakes: bool = True
     ) -> bool:
@@ -1127,9 +1192,7 @@ def _upsert_arguments(
     stored: Definition | _BrokenEntry, state: TimerState | None, arming: planning.Arming
 ) -> tuple[str, str, str]:
     """Return the three texts that ``upsert.lua`` takes for a timer."""
-    anew = int(
-        state is not None and state.is_finished and planning.is_rescheduled(state, stored.revision)
-    )
+    anew = int(state is not None and _begins_anew(stored, state))
     given_up = "-" if arming.skip is None else ":".join(map(str, arming.skip))
     head = (stored.id, stored.revision, arming.status, _due(arming), arming.jitter_ms, anew)
     return (
@@ -1137,6 +1200,13 @@ def _upsert_arguments(
         f"{state.revision} {state.status}" if state else "",
         stored.blob,
     )
+
+
+def _begins_anew(stored: Definition | _BrokenEntry, state: TimerState) -> bool:
+    """Say whether what is stored is no more than the name of what was there before."""
+    if isinstance(stored, Definition) and stored.message is not None:
+        return True
+    return state.is_finished and planning.is_rescheduled(state, stored.revision)
 
 
 def _due(arming: planning.Arming) -> str:
@@ -1189,7 +1259,7 @@ def _state(id: str, row: object) -> TimerState | None:
 
 def _is_whole(text: str) -> bool:
     """Say whether a field is a number that a script could have written: up to the last moment."""
-    return text.isascii() and text.isdigit() and len(text) <= 15 and int(text) <= _LAST_MS
+    return text.isascii() and text.isdigit() and len(text) <= 15 and int(text) <= LAST_MS
 
 
 def _maybe_int(text: str) -> int | None:

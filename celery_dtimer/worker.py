@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property, wraps
 from typing import Any
 
-from celery import Celery, signals
+from celery import Celery
 from celery.exceptions import Ignore
 
 from celery_dtimer.errors import DistributedTimerError, invalid
-from celery_dtimer.settings import Settings
-from celery_dtimer.store import Store
+from celery_dtimer.stores import ProcessStores
 
 logger = logging.getLogger(__name__)
 
@@ -91,16 +89,12 @@ def remembered_ms(run_once: object) -> int | None:
 
 
 class RunClaims:
-    """Lets one message of each run through: the first that starts.
-
-    Its connections to Redis belong to the process that uses them and are made on first use: the
-    children of a worker that forks have their own.
-    """
+    """Lets one message of each run through: the first that starts."""
 
     def __init__(self, app: Celery) -> None:
         """Prepare for an app's workers; nothing is contacted before a run is claimed."""
         self._app = app
-        self._stores: dict[tuple[int, str], Store] = {}  # by process and service
+        self._stores = ProcessStores(app, longest_wait=_LONGEST_WAIT)
         self._is_down = False
 
     def claim(self, request: Any, timer: CallbackTimer, keep_ms: int) -> None:
@@ -114,7 +108,7 @@ class RunClaims:
             return
         token = self._token(request, timer)
         try:
-            holder = self._store(timer.service).claim_run(request.id, token, keep_ms)
+            holder = self._stores.of(timer.service).claim_run(request.id, token, keep_ms)
         except DistributedTimerError as exc:
             self._warn(exc)
             return
@@ -125,12 +119,6 @@ class RunClaims:
                 *(request.id, timer.id, timer.name),
             )
             raise Ignore(f"run {request.id} was started from another message")
-
-    def close(self, **_: Any) -> None:
-        """Drop the connections of this process; the next claim opens new ones."""
-        for key in list(self._stores):
-            if key[0] == os.getpid():
-                self._stores.pop(key).close()
 
     def _token(self, request: Any, timer: CallbackTimer) -> str:
         """Return what tells the message from another of its run: its tag, else who sent it.
@@ -147,19 +135,6 @@ class RunClaims:
             return False
         # RabbitMQ tells whether it may have delivered a message before.
         return self._driver != "amqp" or bool((request.delivery_info or {}).get("redelivered"))
-
-    def _store(self, service: str) -> Store:
-        key = os.getpid(), service
-        store = self._stores.get(key)
-        if store is None:
-            settings = Settings.from_app(self._app, service)
-            timeout = min(settings.call_timeout, _LONGEST_WAIT)
-            store = self._stores.setdefault(key, Store(settings, timeout=timeout))
-            # Held weakly; without an id Celery 5.5 takes the methods of all objects for one.
-            signal_id = f"{__name__}.{id(self)}"
-            signals.worker_process_shutdown.connect(self.close, dispatch_uid=signal_id)
-            signals.worker_shutdown.connect(self.close, dispatch_uid=signal_id)
-        return store
 
     @cached_property
     def _driver(self) -> str:

@@ -111,6 +111,10 @@ local function push(to, from)
 end
 
 local function finish(timer, name, row, due, summary, done)
+  if is_countdown(timer) then
+    erase(timer)
+    return
+  end
   unschedule(timer, id)
   local more = fields(name, 'parent', 'source')
   if done == 'run' then
@@ -222,6 +226,9 @@ end
 
 -- Count a run that was published for a timer that goes by another schedule by now: nobody comes upon it any more.
 local function count_sending(timer, name, row, due)
+  if is_countdown(timer) then
+    return -- whoever comes upon it counts it
+  end
   local more = fields(name, 'last_run', 'passed', 'parent')
   local counted = math.max(number(more[1], -1), number(more[2], -1))
   if number(row[5], 0) > tonumber(due) and tonumber(due) > counted and not more[3] then
@@ -274,6 +281,8 @@ while position <= #ARGV do
     if row[3] == created and tonumber(due) > number(row[7], -1) then
       call('HSET', name, 'last_sent', due)
       count_sending(timer, name, row, due)
+    elseif row[3] ~= created and is_countdown(timer) then
+      counts.run = counts.run + 1 -- it was sent, and its task has called itself again
     end
   end
   codes[#codes + 1] = code

@@ -269,7 +269,7 @@ def test_the_connections_end_with_the_worker_and_are_made_anew(
     with worker(timers):
         send(once)
         wait_until(lambda: runs.seen == [RUN], "the run", 15)
-        (store,) = timers._claims._stores.values()
+        (store,) = timers._claims._stores._stores.values()
         (connection,) = store.client.connection_pool._available_connections
         assert connection._sock is not None
         signal.send(sender=None)

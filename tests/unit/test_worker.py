@@ -228,7 +228,7 @@ def test_a_run_that_can_not_be_claimed_runs_with_one_warning(
     claims = RunClaims(unreachable)
     for _ in range(2):
         claims.claim(request_of(), TIMER, 1000)
-    claims.close()
+    claims._stores.close()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "Runs can not be claimed" in record.message
