@@ -2,7 +2,9 @@
 
 What is kept is small: of headers and properties what differs from Celery's usual ones, and of the
 body what the call gave. A body in plain JSON is kept as its arguments, which can be read and
-searched; any other is kept as it is, and nothing here ever decodes it.
+searched; any other is kept as it is, and nothing here ever decodes it. Names that nearly every
+message has are a letter: ``h`` for headers, ``p`` for properties, ``q`` for the queues to declare,
+``no_h`` and ``no_p`` for usual ones that it lacks.
 
 Nothing is promised to be added, dropped or changed: a message that was kept and published is the
 one that Celery would have sent by the same call without ``eta`` and ``countdown``, its headers in
@@ -96,9 +98,9 @@ def keep(task_id: str, task: str, body: Any, how: Mapping[str, Any]) -> Definiti
         usual = _usual_headers(task_id, task, kept)
     else:
         kept["protocol"] = 1
-    kept |= _differences("headers", headers, usual)
+    kept |= _differences("h", headers, usual)
     properties = {name: value for name, value in how.items() if name not in _NOT_KEPT}
-    kept |= _differences("properties", properties, {"correlation_id": task_id})
+    kept |= _differences("p", properties, {"correlation_id": task_id})
     kept |= _destination(how)
     definition = Definition(task_id, task, ONCE, message=kept)
     try:
@@ -201,7 +203,7 @@ def _destination(how: Mapping[str, Any]) -> dict[str, Any]:
     queues = [queue.name for queue in how["declare"] or () if isinstance(queue, Queue)]
     kept: dict[str, Any] = {}
     if queues:
-        kept["queues"] = queues
+        kept["q"] = queues
     if exchange:
         kept["exchange"] = exchange
     if exchange or queues != [routing_key]:
@@ -227,11 +229,9 @@ class KeptMessage:
         self.task_id, self.task = definition.name, definition.task
         try:
             usual = {} if "protocol" in kept else _usual_headers(self.task_id, self.task, kept)
-            self.headers: dict[str, Any] = _restored("headers", kept, usual)
-            self.properties: dict[str, Any] = _restored(
-                "properties", kept, {"correlation_id": self.task_id}
-            )
-            self.queues: list[str] = [str(name) for name in kept.get("queues", ())]
+            self.headers: dict[str, Any] = _restored("h", kept, usual)
+            self.properties: dict[str, Any] = _restored("p", kept, {"correlation_id": self.task_id})
+            self.queues: list[str] = [str(name) for name in kept.get("q", ())]
             self.exchange = str(kept.get("exchange", ""))
             self.routing_key: Any = kept.get("routing_key", self.queues[0] if self.queues else "")
             self._body = self._read_body()

@@ -78,7 +78,8 @@ _LONGEST_PAUSE = 0.05  # seconds between two of them
 _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
     *("report", "give_up", "steal", "rezoned"),
-    *("upsert", "delete", "pause", "resume", "stop", "trigger", "cancel"),
+    *("upsert", "delete", "pause", "resume", "stop", "trigger"),
+    *("hold", "cancel"),
     *("due", "commit", "linked", "purge", "scrub"),
 )
 _FENCED, _BUSY, _UNLINKED = -1, -2, -3
@@ -793,17 +794,9 @@ class Store:
             definition: with its message.
             due_ms: when it is due,
             delay_ms: or how long from now, by the server's clock.
-
-        Raises:
-            ConflictError: others kept writing the same one.
         """
-        arming = planning.Arming("active", due_ms, delay_ms=delay_ms)
-        state: TimerState | None = None
-        for _ in attempts(definition.name):
-            refused = self._begin_upsert([(definition, state, arming)], "")()[1]
-            if not refused:
-                return
-            state = refused[0]
+        due = f"+{delay_ms}" if due_ms is None else due_ms
+        self._call("hold", definition.id, definition.revision, due, definition.blob)
 
     def cancel(self, ids: Sequence[str]) -> list[Cancelled]:
         """Remove durable countdowns; return what became of each."""
@@ -1192,7 +1185,9 @@ def _upsert_arguments(
     stored: Definition | _BrokenEntry, state: TimerState | None, arming: planning.Arming
 ) -> tuple[str, str, str]:
     """Return the three texts that ``upsert.lua`` takes for a timer."""
-    anew = int(state is not None and _begins_anew(stored, state))
+    anew = int(
+        state is not None and state.is_finished and planning.is_rescheduled(state, stored.revision)
+    )
     given_up = "-" if arming.skip is None else ":".join(map(str, arming.skip))
     head = (stored.id, stored.revision, arming.status, _due(arming), arming.jitter_ms, anew)
     return (
@@ -1200,13 +1195,6 @@ def _upsert_arguments(
         f"{state.revision} {state.status}" if state else "",
         stored.blob,
     )
-
-
-def _begins_anew(stored: Definition | _BrokenEntry, state: TimerState) -> bool:
-    """Say whether what is stored is no more than the name of what was there before."""
-    if isinstance(stored, Definition) and stored.message is not None:
-        return True
-    return state.is_finished and planning.is_rescheduled(state, stored.revision)
 
 
 def _due(arming: planning.Arming) -> str:

@@ -217,21 +217,6 @@ local function hand_out(given)
   end
 end
 
--- The same, without waking an owner that has something else to look at before all of it.
-local function hand_out_quietly(given)
-  for owner, list in pairs(given) do
-    local own = key('instance_timers', owner)
-    local first = tonumber(redis.call('ZRANGE', own, 0, 0, 'WITHSCORES')[2])
-    redis.call('ZADD', own, unpack(list))
-    for i = 1, #list, 2 do
-      if not first or tonumber(list[i]) < first then
-        wake(owner)
-        break
-      end
-    end
-  end
-end
-
 -- Give an active timer to an instance.
 local function assign(id, at, owner)
   redis.call('ZADD', key('instance_timers', owner), at, id)

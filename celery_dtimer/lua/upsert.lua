@@ -136,7 +136,7 @@ end
 if #queued > 0 then
   redis.call('ZADD', QUEUE, unpack(queued))
 end
-hand_out_quietly(owned)
+hand_out(owned)
 write_history('', kept_history)
 send_wake_ups()
 return answer
