@@ -1,4 +1,4 @@
-"""Durable countdowns without a server: the instant of an eta, and what is kept of a message."""
+"""The messages of durable countdowns, without a server: the instant of an eta, and what is kept of a message."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def workers_moment(app: Celery, eta: Any) -> datetime:
         headers=message.headers,
         content_type="application/json",
         content_encoding="utf-8",
-        accept=["json"],
+        accept=["application/json"],
     )
     found: datetime = Request(delivered, app=app, task=app.tasks["shop.add"]).eta
     return found
