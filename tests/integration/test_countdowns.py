@@ -103,6 +103,12 @@ class Shop:
         publisher.close()
         return messages
 
+    def close(self) -> None:
+        """Drop the connections."""
+        self.timers._countdowns.close()
+        if self.timers._store is not None:
+            self.store.close()
+
     def clear(self) -> None:
         """Cancel all that is pending."""
         self.store.cancel([each.id for each in self.definitions()])
@@ -128,9 +134,7 @@ def make_shop(make_app: MakeApp, redis_server: RedisServer) -> Iterator[Callable
 
     yield make
     for shop in shops:
-        shop.timers._countdowns.close()
-        if shop.timers._store is not None:
-            shop.store.close()
+        shop.close()
 
 
 @pytest.fixture
@@ -474,10 +478,12 @@ def test_the_caller_has_its_result_and_signals_and_events_tell_the_moment(
         with shop.app.connection_for_read() as connection:
             receiver = shop.app.events.Receiver(connection, handlers={"task-sent": events.append})
             heard = listeners(shop)
-            listener = threading.Thread(target=receiver.capture, kwargs={"limit": 1, "timeout": 9})
+            listener = threading.Thread(target=receiver.capture)
             listener.start()
             wait_until(lambda: listeners(shop) > heard, "the receiver to listen")
             result = shop.add.apply_async((1,), eta=eta)
+            wait_until(lambda: events, "the event")
+            receiver.should_stop = True
             listener.join(10)
     finally:
         signals.before_task_publish.disconnect(before)
@@ -733,6 +739,7 @@ def test_a_control_that_was_there_before_cancels_too(make_app: MakeApp, shop: Sh
     result = other.add.apply_async((1,), countdown=HOUR)
     control.revoke(result.id)
     assert other.timers.get_pending() == []
+    other.close()
 
 
 def test_a_control_class_of_the_users_own_is_kept(make_app: MakeApp) -> None:

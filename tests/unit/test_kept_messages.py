@@ -1,4 +1,4 @@
-"""The messages of durable countdowns, without a server: the instant of an eta, and what is kept of a message."""
+"""Durable countdowns without a server: the instant of an eta, and what is kept of a message."""
 
 from __future__ import annotations
 
