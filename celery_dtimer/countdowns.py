@@ -126,10 +126,6 @@ class Countdowns:
         self._send: Callable[..., Any] = app.send_task
         self._stores = ProcessStores(app)
 
-    def close(self) -> None:
-        """Drop the connections of this process; the next use opens new ones."""
-        self._stores.close()
-
     # -- sending
 
     def send_task(

@@ -1,11 +1,13 @@
 """Stores that belong to a process: the children of a worker that forks have their own.
 
-They are made on first use, and closed as a worker, or one of its processes, ends.
+They are made on first use, and closed as a worker, or one of its processes, ends, and when nobody
+has the app any more.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 from celery import Celery, signals
@@ -24,7 +26,8 @@ class ProcessStores:
             app: whose settings are used.
             longest_wait: seconds that a call to Redis may take at most.
         """
-        self._app = app
+        self._app = weakref.ref(app)
+        weakref.finalize(app, self.close).atexit = False
         self._longest_wait = longest_wait
         self._stores: dict[tuple[int, str | None], Store] = {}  # by process and service
 
@@ -37,7 +40,9 @@ class ProcessStores:
         key = os.getpid(), service
         store = self._stores.get(key)
         if store is None:
-            settings = Settings.from_app(self._app, service)
+            app = self._app()
+            assert app is not None  # noqa: S101 - whoever asks has it
+            settings = Settings.from_app(app, service)
             timeout = min(settings.call_timeout, self._longest_wait)
             store = self._stores.setdefault(key, Store(settings, timeout=timeout))
             # Held weakly; without an id Celery 5.5 takes the methods of all objects for one.

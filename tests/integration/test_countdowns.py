@@ -105,7 +105,6 @@ class Shop:
 
     def close(self) -> None:
         """Drop the connections."""
-        self.timers._countdowns.close()
         if self.timers._store is not None:
             self.store.close()
 
