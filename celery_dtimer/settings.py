@@ -155,7 +155,11 @@ def eta_threshold(app: Celery) -> float | None:
 
 def _threshold(value: object) -> float | None:
     name = "dtimer_eta_threshold"
-    return None if value is None else _seconds(name, {name: value}, zero=True)
+    try:
+        return None if value is None else _seconds(name, {name: value}, zero=True)
+    except SettingsError:
+        accepted = "seconds as a number, or a timedelta, 0 or more, or None"
+        raise _bad(name, value, accepted) from None
 
 
 def _refuse_unknown(app: Celery) -> None:

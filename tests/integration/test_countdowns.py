@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import json
 import multiprocessing
 import pickle
@@ -19,7 +20,7 @@ import redis
 from celery import Celery, chain, chord, group, signals
 from celery.app.control import Control
 from celery.canvas import StampingVisitor
-from kombu import Exchange, Queue
+from kombu import Connection, Exchange, Queue
 from kombu.exceptions import EncodeError, OperationalError
 from kombu.serialization import register
 from kombu.utils import json as kombu_json
@@ -38,7 +39,7 @@ from celery_dtimer.publisher import Publisher, UnsendableError
 from celery_dtimer.store import Message, Reading, Store
 from tests.conftest import FreshRedis, MakeApp
 from tests.integration.conftest import StartTimers
-from tests.servers import RedisServer
+from tests.servers import RabbitMQ, RedisServer
 from tests.waiting import wait_until
 
 HOUR = 3600
@@ -501,7 +502,8 @@ def test_a_call_with_a_connection_or_a_producer_of_its_own_is_kept(shop: Shop) -
         with shop.app.producer_pool.acquire(block=True) as producer:
             shop.add.apply_async((2,), producer=producer, countdown=HOUR)
             shop.app.send_task("x", (3,), publisher=producer, countdown=HOUR)
-    assert [call.args for call in shop.timers.get_pending()] == [[1], [2], [3]]
+    found = sorted(call.argsrepr for call in shop.timers.get_pending())
+    assert found == ["(1,)", "(2,)", "(3,)"]
     assert shop.queued() == []
     shop.clear()
 
@@ -759,6 +761,45 @@ def test_without_the_setting_revoking_is_celerys_alone(
     on = make_shop(dtimer_redis_url=down.url)
     with pytest.raises(OperationalError, match="were not cancelled"):
         on.app.control.revoke("some-id")
+
+
+def test_on_rabbitmq_it_is_published_with_confirms(
+    make_app: MakeApp,
+    start_timers: StartTimers,
+    shared_rabbitmq: RabbitMQ,
+    redis_server: RedisServer,
+) -> None:
+    app = make_app(
+        broker_url=shared_rabbitmq.url, dtimer_redis_url=redis_server.url, dtimer_eta_threshold=1
+    )
+    timers = DistributedTimer(app)
+    sent = {
+        app.send_task(
+            "some.task", (n,), {"a": 1}, countdown=1.1, priority=n, expires=60, ignore_result=True
+        ).id
+        for n in range(3)
+    }
+    timers = start_timers(app)
+    found: dict[str, Any] = {}
+    with Connection(shared_rabbitmq.url) as connection:
+        queue = connection.SimpleQueue(Queue(app.conf.task_default_queue))
+
+        def read() -> bool:
+            with contextlib.suppress(queue.Empty):
+                message = queue.get(block=False)
+                found[message.headers["id"]] = message
+                message.ack()
+            return found.keys() == sent and not timers.get_pending()
+
+        wait_until(read, "the messages", 20)
+        queue.queue.delete()
+        queue.close()
+    for message in found.values():
+        (number,), kwargs, _ = message.payload
+        assert (kwargs, message.properties["priority"]) == ({"a": 1}, number)
+        assert message.headers["eta"] is None
+        assert 50_000 < int(message.properties["expiration"]) <= 60_000
+    timers.store.close()
 
 
 # ------------------------------------------------------------------ size
