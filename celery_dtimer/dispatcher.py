@@ -24,7 +24,7 @@ from celery_dtimer import planning
 from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
 from celery_dtimer.faults import point
-from celery_dtimer.model import Definition, Lease, Run
+from celery_dtimer.model import Definition, Lease, Run, is_countdown_id
 from celery_dtimer.policy import Defaults
 from celery_dtimer.publisher import (
     BrokerDownError,
@@ -539,6 +539,8 @@ class Dispatcher:
             if code == COMMITTED:
                 if message is not None and message.published is not None:
                     message.published()
+                if is_countdown_id(settlement.timer.id):
+                    self._definitions.forget(settlement.timer.id)
             elif code == PUSH_REFUSED:
                 refused.extend(self._refused_push(settlement.timer, next(errors), tally))
                 continue

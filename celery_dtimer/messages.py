@@ -216,6 +216,13 @@ def _destination(how: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ publishing
 
 
+def priority_of(message: Mapping[str, Any]) -> int:
+    """Return the priority of a message that was kept, 0 when it has none."""
+    properties = message.get("p")
+    priority = properties.get("priority") if isinstance(properties, Mapping) else None
+    return priority if isinstance(priority, int) else 0
+
+
 class KeptMessage:
     """A message that was kept."""
 
@@ -257,12 +264,6 @@ class KeptMessage:
     def queue(self) -> str:
         """The name of the queue that it goes to; its routing key where none was named."""
         return self.queues[0] if self.queues else str(self.routing_key or "")
-
-    @property
-    def priority(self) -> int:
-        """Its priority, 0 when it has none."""
-        priority = self.properties.get("priority")
-        return priority if isinstance(priority, int) else 0
 
     @cached_property
     def content(self) -> dict[str, Any] | None:

@@ -47,7 +47,7 @@ from celery_dtimer.capture import (
 from celery_dtimer.confirms import Confirms, Receipt
 from celery_dtimer.errors import DistributedTimerError, InvalidTimerError
 from celery_dtimer.faults import point
-from celery_dtimer.messages import KeptMessage
+from celery_dtimer.messages import KeptMessage, priority_of
 from celery_dtimer.model import Definition, Run
 from celery_dtimer.store import Message, Target, is_passing
 from celery_dtimer.templates import Content, Pattern, Template, cut, delivery_tag, new_tags
@@ -111,7 +111,7 @@ class Publisher:
         self._opened = 0
         self._events = app.events.Dispatcher(enabled=False)
         self._kinds: dict[tuple[str, str], _Kind] = {}  # by task and options
-        self._kept: WeakKeyDictionary[Definition, KeptMessage] = WeakKeyDictionary()
+        self._kept: tuple[Definition, KeptMessage] | None = None  # what was read last
         self._templates: WeakKeyDictionary[Definition, tuple[Any, Template]] = WeakKeyDictionary()
         self._declared: set[tuple[Any, ...]] = set()  # whose queues this connection has declared
         self._failures: tuple[type[BaseException], ...] = (OperationalError, OSError)
@@ -163,14 +163,8 @@ class Publisher:
         if definition.message is None:
             priority = self._kind(definition).priority
         else:
-            priority = self._priority_of_kept(definition)
+            priority = priority_of(definition.message)
         return -priority if self._prefers_large else priority
-
-    def _priority_of_kept(self, definition: Definition) -> int:
-        try:
-            return self._kept_message(definition).priority
-        except InvalidTimerError:  # who publishes it says so
-            return 0
 
     def _kept_message(self, definition: Definition) -> KeptMessage:
         """Return the message of a durable countdown.
@@ -178,10 +172,9 @@ class Publisher:
         Raises:
             InvalidTimerError: it can not be read.
         """
-        kept = self._kept.get(definition)
-        if kept is None:
-            kept = self._kept[definition] = KeptMessage(definition)
-        return kept
+        if self._kept is None or self._kept[0] is not definition:
+            self._kept = definition, KeptMessage(definition)
+        return self._kept[1]
 
     @cached_property
     def _prefers_large(self) -> bool:

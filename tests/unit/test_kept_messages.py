@@ -13,7 +13,7 @@ from kombu import Message
 from kombu.utils.uuid import uuid
 
 from celery_dtimer import InvalidTimerError
-from celery_dtimer.messages import KeptMessage, keep, moment_of, to_ms_up
+from celery_dtimer.messages import KeptMessage, keep, moment_of, priority_of, to_ms_up
 from celery_dtimer.model import (
     Definition,
     countdown_id,
@@ -128,7 +128,8 @@ def test_what_is_kept_is_what_differs_and_it_comes_back_whole() -> None:
     assert kept.properties == {"correlation_id": "one", "priority": 3, "reply_to": "me"}
     assert (kept.exchange, kept.routing_key, kept.queue) == ("", "celery", "celery")
     assert kept.content == {"args": [1], "kwargs": {"a": 2}}
-    assert kept.priority == 3
+    assert priority_of(restored.message or {}) == 3
+    assert priority_of({}) == priority_of({"p": 7}) == priority_of({"p": {"priority": "x"}}) == 0
 
 
 def test_flags_and_numbers_are_not_taken_for_each_other() -> None:
