@@ -711,6 +711,31 @@ def test_the_chord_of_a_cancelled_part_fails(results_shop: Shop, serializer: str
     assert shop.app.AsyncResult(body.id).state == "FAILURE"
 
 
+@pytest.mark.parametrize("is_broker_up", [True, False])
+def test_workers_are_told_of_what_a_beat_may_be_sending(
+    shop: Shop,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_broker_up: bool,
+) -> None:
+    told: list[Any] = []
+
+    def broadcast(_: Any, command: str, arguments: Any = None, **__: Any) -> None:
+        if not is_broker_up:
+            raise OperationalError("down")
+        told.append((command, arguments))
+
+    monkeypatch.setattr(Control, "broadcast", broadcast)
+    shop.add.apply_async((1,), task_id="the-task", countdown=HOUR)
+    epoch = shop.store.register("a", {"service": "orders"}).epoch
+    shop.store.reap("a", epoch)
+    shop.redis.hset(shop.store.keys("instance", "a"), "in_flight", countdown_id("the-task"))
+    assert shop.timers.cancel("the-task") is True
+    assert told == ([("revoke", {"task_id": ["the-task"]})] if is_broker_up else [])
+    assert ("no worker knows" in caplog.text) is not is_broker_up
+    shop.store.leave("a", epoch)
+
+
 REVOKES: dict[str, Callable[[Shop, Any], Any]] = {
     "result": lambda shop, results: [result.revoke() for result in results],
     "control": lambda shop, results: [shop.app.control.revoke(result.id) for result in results],
