@@ -6,6 +6,7 @@ app.conf.beat_scheduler = "celery_dtimer:DistributedScheduler"
 timers = DistributedTimer(app)
 """
 
+from celery_dtimer.countdowns import PendingTask
 from celery_dtimer.errors import (
     ConflictError,
     DistributedTimerError,
@@ -35,6 +36,7 @@ __all__ = [
     "FencedError",
     "Instance",
     "InvalidTimerError",
+    "PendingTask",
     "RunRecord",
     "SettingsError",
     "StoreError",

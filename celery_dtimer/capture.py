@@ -200,6 +200,8 @@ class Stopped(BaseException):
 class _StoppingProducer(Producer):
     """Mixed into the app's producer class by `stopping_producer`."""
 
+    #: It sends what is due: what is sent with it waits for no countdown of its own.
+    sends_now = True
     stops = False
     last: tuple[Any, dict[str, Any]] | None = None  #: what was published last, and how
 

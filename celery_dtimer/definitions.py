@@ -77,6 +77,12 @@ class Definitions:
             found[timer.id] = self._decoded(timer, blob)
         return found
 
+    def forget(self, id: str) -> None:
+        """Drop the definition of a timer that is over."""
+        dropped = self._kept.pop(id, None)
+        if dropped is not None:
+            self._bytes -= dropped.size
+
     def request(self, timers: Sequence[DueTimer]) -> None:
         """Ask for what is not known of a batch, before the server is busy with something else."""
         self.receive()

@@ -25,7 +25,7 @@ from celery_dtimer.announcer import Announcer
 from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
 from celery_dtimer.faults import point
-from celery_dtimer.model import Definition, Lease, Run, resent_of
+from celery_dtimer.model import Definition, Lease, Run, is_countdown_id, resent_of
 from celery_dtimer.overlaps import Overlaps
 from celery_dtimer.policy import PLAIN, Defaults
 from celery_dtimer.publisher import (
@@ -426,7 +426,7 @@ class Dispatcher:
         """Put the most urgent runs of a batch first, and leave the others in their order."""
         found = [definitions[settlement.timer.id] for settlement in planned]
         due = [each for each in found if isinstance(each, Definition)]  # all are: else not sent
-        if len({each.task for each in due}) == 1 and not any(each.options for each in due):
+        if len({each.task for each in due}) == 1 and not any(map(_has_options, due)):
             return  # as most batches
         urgencies = map(self._broker.urgency, due)
         order = sorted(enumerate(urgencies), key=itemgetter(1))
@@ -584,6 +584,8 @@ class Dispatcher:
                     message.published()
                 if is_heard:
                     self._announcer.settled(settlement, lease.instance)
+                if is_countdown_id(settlement.timer.id):
+                    self._definitions.forget(settlement.timer.id)
             elif code == PUSH_REFUSED:
                 refused.extend(self._refused_push(settlement, next(errors), tally))
                 continue
@@ -608,6 +610,10 @@ class Dispatcher:
             tally.is_cut_short = True
         else:
             yield self._refused(settlement, error)
+
+
+def _has_options(definition: Definition) -> bool:
+    return bool(definition.options) or definition.message is not None
 
 
 def _without(timers: Sequence[DueTimer], known: Iterable[DueTimer]) -> list[DueTimer]:
@@ -639,7 +645,7 @@ def _decide(
     """Return what is to be done with a due timer: ``run`` when it is to be sent."""
     if not isinstance(definition, Definition):
         return _set_aside(timer, definition)
-    if timer.parent:
+    if timer.parent or definition.message is not None:
         return Settlement(timer, "run")
     due_ms, is_sent = timer.due_ms, timer.is_sent
     number = 1 if definition.policy.max_runs is None else timer.run_number

@@ -45,6 +45,9 @@ _RUNS = uuid.UUID("5a6f0f6e-6d0d-5c55-9d7a-0d1f7c1d2b1e").bytes  # the namespace
 _BASE_32 = "abcdefghijklmnopqrstuvwxyz234567"
 _PAIRS = [one + two for one in _BASE_32 for two in _BASE_32]
 _TIMER_ID = re.compile(r"[a-z2-7]{26}")
+#: The last moment that can be shown, in the year 9999.
+LAST_MS = 253_402_300_799_999
+_COUNTDOWN = "eta-"  # the scripts know them by it
 _PART = 8  # characters of each part of a revision, in base 64
 
 
@@ -63,6 +66,16 @@ def timer_id(name: str) -> str:
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     number = int.from_bytes(digest, "big") << 2  # base 32, a good deal faster than by base64
     return "".join([_PAIRS[number >> shift & 1023] for shift in range(120, -1, -10)])
+
+
+def countdown_id(task_id: str) -> str:
+    """Return the id of the hidden one-shot that a durable countdown is; no named timer has it."""
+    return _COUNTDOWN + timer_id(task_id)
+
+
+def is_countdown_id(id: str) -> bool:
+    """Say whether an id is that of a durable countdown."""
+    return id.startswith(_COUNTDOWN)
 
 
 def is_timer_id(text: str) -> bool:
@@ -125,17 +138,23 @@ class Definition:
     code_bound: bool = False
     #: The app by whose time zone the schedule goes, since it names none of its own.
     zone_of: str = ""
+    #: The whole message of a durable countdown, as `messages.keep` makes it: its name is the task
+    #: id, and its state alone says when it is due.
+    message: Mapping[str, Any] | None = None
 
     __hash__ = object.__hash__  # by identity: what is cached for a definition goes with it
 
     @cached_property
     def id(self) -> str:
         """The timer's id."""
-        return timer_id(self.name)
+        return timer_id(self.name) if self.message is None else countdown_id(self.name)
 
     @cached_property
     def blob(self) -> str:
         """The definition as it is stored: JSON in ASCII, without what has its default."""
+        if self.message is not None:
+            content = {"name": self.name, "task": self.task, "message": self.message}
+            return _dumps(content)
         rest: dict[str, Any] = {}
         if self.code_bound:
             rest["code_bound"] = True
@@ -189,6 +208,8 @@ class Definition:
 
 def revision_of(definition: Definition, blob: str) -> str:
     """Return the revision of a definition that is stored as a blob."""
+    if definition.message is not None:
+        return _digest(blob)
     window = definition.window
     parts = _encoded(definition.task, definition.schedule)[1] + _digest(blob)
     return parts + _digest(window) if window else parts
@@ -214,6 +235,8 @@ def decode_definition(blob: str) -> Definition:
         raise InvalidTimerError(f"the stored definition is not JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise InvalidTimerError(f"the stored definition is {shown(content)}, not an object")
+    if "message" in content:
+        return _decoded_countdown(content)
     schedule = schedules.decode(content.get("schedule"))
     try:
         return Definition(
@@ -230,6 +253,18 @@ def decode_definition(blob: str) -> Definition:
         )
     except KeyError as exc:
         raise InvalidTimerError(f"the stored definition lacks {exc}") from exc
+
+
+#: The schedule of what is due when its state says so.
+ONCE = schedules.OneShot(0)
+
+
+def _decoded_countdown(content: dict[str, Any]) -> Definition:
+    try:
+        name, task = _stored(content, "name", str), _stored(content, "task", str)
+    except KeyError as exc:
+        raise InvalidTimerError(f"the stored definition lacks {exc}") from exc
+    return Definition(name, task, ONCE, message=_stored(content, "message", dict))
 
 
 def _stored(content: dict[str, Any], key: str, kind: type, *default: Any) -> Any:
@@ -491,8 +526,13 @@ class Run(NamedTuple):
 
     @property
     def task_id(self) -> str:
-        """The id of the run's task, a UUIDv5: the same for whoever sends it, however often."""
-        return self.known_id or self.id_of("")
+        """The id of the run's task: the same for whoever sends it, however often.
+
+        A UUIDv5, but for a durable countdown, which has got its id from who called the task.
+        """
+        if self.known_id:
+            return self.known_id
+        return self.id_of("") if self.definition.message is None else self.definition.name
 
     def id_of(self, part: str) -> str:
         """Return the id of a part of what the run sends, itself "" for a single task."""

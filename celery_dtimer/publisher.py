@@ -45,8 +45,9 @@ from celery_dtimer.capture import (
     stopping_producer,
 )
 from celery_dtimer.confirms import Confirms, Receipt
-from celery_dtimer.errors import DistributedTimerError
+from celery_dtimer.errors import DistributedTimerError, InvalidTimerError
 from celery_dtimer.faults import point
+from celery_dtimer.messages import KeptMessage, priority_of
 from celery_dtimer.model import Definition, Run
 from celery_dtimer.options import RETRIES, RETRY_HEADER, with_time_limits
 from celery_dtimer.store import Message, Target, is_passing
@@ -111,6 +112,7 @@ class Publisher:
         self._opened = 0
         self._events = app.events.Dispatcher(enabled=False)
         self._kinds: dict[tuple[str, str], _Kind] = {}  # by task and options
+        self._kept: tuple[Definition, KeptMessage] | None = None  # what was read last
         self._templates: WeakKeyDictionary[Definition, tuple[Any, Template]] = WeakKeyDictionary()
         self._declared: set[tuple[Any, ...]] = set()  # whose queues this connection has declared
         self._failures: tuple[type[BaseException], ...] = (OperationalError, OSError)
@@ -159,8 +161,21 @@ class Publisher:
         the app's default, the routes), none being 0: on RabbitMQ and what orders like it the
         largest comes first, elsewhere the smallest. Nothing is contacted for it.
         """
-        priority = self._kind(definition).priority
+        if definition.message is None:
+            priority = self._kind(definition).priority
+        else:
+            priority = priority_of(definition.message)
         return -priority if self._prefers_large else priority
+
+    def _kept_message(self, definition: Definition) -> KeptMessage:
+        """Return the message of a durable countdown.
+
+        Raises:
+            InvalidTimerError: it can not be read.
+        """
+        if self._kept is None or self._kept[0] is not definition:
+            self._kept = definition, KeptMessage(definition)
+        return self._kept[1]
 
     @cached_property
     def _prefers_large(self) -> bool:
@@ -174,6 +189,8 @@ class Publisher:
             return
         self._app.set_current()
         for run in runs:
+            if run.definition.message is not None:
+                continue
             kind = self._kind(run.definition)
             if not kind.is_known and not _is_lazy(run.definition):
                 self._built_part(_parts(run)[0])  # and not sent: the kind learns from it
@@ -192,7 +209,7 @@ class Publisher:
         return Message(targets * total, tuple(values))
 
     def _template(self, run: Run) -> tuple[Any, Template] | None:
-        if run.resent:  # its header says so
+        if run.resent or run.definition.message is not None:  # its header says so, or it is there
             return None
         found = self._templates.get(run.definition)
         if found is None:
@@ -324,20 +341,19 @@ class Publisher:
         return built[0] if len(built) == 1 else _together(built)
 
     def _built_part(self, run: Run) -> Message | Failure:
-        kind = self._kind(run.definition)
-
         def build() -> tuple[list[Command], list[Announcement]]:
             channel = self._producer.channel
             channel.take()
             sent = _Sent()
-            self._apply(kind, run, sent)
+            self._apply(run, sent)
             return channel.take(), sent.announcements
 
         built = self._connected(build)
         if not isinstance(built, tuple):
             return built
         message = _message(*built)
-        self._learn(kind, run, message)
+        if run.definition.message is None:
+            self._learn(self._kind(run.definition), run, message)
         return message
 
     def _connected(self, act: Callable[[], T]) -> T | Failure:
@@ -423,7 +439,7 @@ class Publisher:
 
         def send() -> _Sent:
             sent = _Sent()
-            self._apply(self._kind(run.definition), run, sent)
+            self._apply(run, sent)
             self._wait_for_confirms(sent.receipts)
             return sent
 
@@ -486,28 +502,28 @@ class Publisher:
             whether that was allowed to the end.
         """
         place = len(outcomes) - 1
-        kind = self._kind(run.definition)
+        destination = self._destination(run.definition)
         for part in _parts(run):
             if not may_send():
                 return False
-            if kind.destination is None or kind.destination not in self._declared:
+            if destination is None or destination not in self._declared:
                 self._land(flying, outcomes)
                 outcomes[place] = outcomes[place] or self._send(part)
             else:
-                flying.append(self._fly(kind, part, place))
+                flying.append(self._fly(part, place))
                 outcomes[place] = flying[-1].outcome
             if outcomes[place] is not None:
                 break
         return True
 
-    def _fly(self, kind: _Kind, run: Run, place: int) -> _Flight:
+    def _fly(self, run: Run, place: int) -> _Flight:
         """Publish one message; what fails now is told at once."""
         flight = _Flight(run, place)
         confirms = self._confirms
         if confirms is None or confirms.failure is not None:
             return flight  # it takes off once more when it is landed
         try:
-            self._apply(kind, run, flight.sent)
+            self._apply(run, flight.sent)
             flight.has_left = True
         except self._failures as exc:
             logger.debug("The channel ended while messages were in flight: %s", exc)
@@ -567,8 +583,22 @@ class Publisher:
         except Exception as exc:  # the message is built: that it teaches nothing does not matter
             logger.debug("No templates for %s: %r", run.definition.task, exc)
 
-    def _apply(self, kind: _Kind, run: Run, sent: _Sent) -> None:
+    def _destination(self, definition: Definition) -> tuple[Any, ...] | None:
+        """Return what decides to which queue messages go; None when that may change each time."""
+        if definition.message is None:
+            return self._kind(definition).destination
+        try:
+            kept = self._kept_message(definition)
+        except InvalidTimerError:  # who publishes it says so
+            return None
+        return "", kept.exchange, kept.routing_key, *kept.queues
+
+    def _apply(self, run: Run, sent: _Sent) -> None:
         """Let Celery publish a run, or one shard of it."""
+        if run.definition.message is not None:
+            self._apply_kept(run, sent)
+            return
+        kind = self._kind(run.definition)
         args, kwargs = _arguments(run.definition)
         if kind.is_canvas:
             self._apply_canvas(kind, run, args, kwargs, sent)
@@ -580,6 +610,17 @@ class Publisher:
         self._publish(kind, kind.send, args, kwargs, options, sent)
         if kind.destination is not None:
             self._declared.add(kind.destination)
+
+    def _apply_kept(self, run: Run, sent: _Sent) -> None:
+        """Publish a message that Celery has built before, and that its signals have followed."""
+        kept, destination = self._kept_message(run.definition), self._destination(run.definition)
+        declares = destination not in self._declared
+        try:
+            kept.publish(self._app, self._producer, run.scheduled_ms, declares=declares)
+        finally:
+            self._mark(sent)
+        if destination is not None:
+            self._declared.add(destination)
 
     def _apply_canvas(
         self, kind: _Kind, run: Run, args: Any, kwargs: dict[str, Any], sent: _Sent
@@ -614,9 +655,13 @@ class Publisher:
                 self._events.publish("task-sent", fields, self._producer, retry=False)
         finally:
             self._producer.stops = False
-            receipt = self._confirms.mark() if self._confirms is not None else None
-            if receipt is not None:
-                sent.receipts.append(receipt)
+            self._mark(sent)
+
+    def _mark(self, sent: _Sent) -> None:
+        """Note the broker's confirm of what was published last, where there is one."""
+        receipt = self._confirms.mark() if self._confirms is not None else None
+        if receipt is not None:
+            sent.receipts.append(receipt)
 
     @contextlib.contextmanager
     def _eager_failures(self) -> Iterator[None]:

@@ -96,22 +96,31 @@ class DeadLetter:
     def from_stored(cls, id: str, row: Mapping[str, str], name: str = "") -> DeadLetter:
         """Return the letter of a stored row; what was edited into nonsense is left out."""
         call = _call_of(row.get("call", ""))
+        own = _definition_in(row)  # of a hidden timer, which is gone
+        is_call = own is not None and own.message is not None
         return cls(
             id=id,
             timer_id=row.get("timer", ""),
             reason=row.get("reason", ""),
             error=row.get("error", ""),
             at=to_datetime(_whole(row.get("at", "")) or 0),
-            name=row.get("name", "") or name,
+            name=row.get("name", "") or name or (own.name if own is not None else ""),
             scheduled_at=_moment(row.get("due", "")),
             number=_whole(row.get("number", "")),
-            task_id=row.get("task_id"),
-            task=row.get("task", ""),
+            task_id=own.name if own is not None and is_call else row.get("task_id"),
+            task=row.get("task", "") or (own.task if own is not None else ""),
             args=None if call is None else call[0],
             kwargs=None if call is None else call[1],
             retries=_whole(row.get("retries", "")) or 0,
             where=row.get("where", ""),
         )
+
+
+def _definition_in(row: Mapping[str, str]) -> Definition | None:
+    blob = row.get("definition")
+    with contextlib.suppress(InvalidTimerError):
+        return decode_definition(blob) if blob else None
+    return None
 
 
 def error_text(exc: object) -> str:
@@ -246,7 +255,7 @@ def _queued(store: Store, sent: Mapping[tuple[str, datetime], _Sent]) -> list[Ru
             service = store.settings.service
             nothing: Any = None
             run = Run(service, "", timer, timer, state.created_ms, due_ms, int(number), nothing)
-            task_id = run.task_id
+            task_id = run.id_of("")
         counted = int(number) if number.isdigit() else None
         records.append(
             RunRecord(timer, due, QUEUED, counted, task_id, instance=instance, sent_at=at)

@@ -38,6 +38,7 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_run_lease": 60,
     "dtimer_queued_lease": 3600,
     "dtimer_max_refusals": 100,
+    "dtimer_eta_threshold": None,
 }
 
 
@@ -69,6 +70,7 @@ class Settings:
     run_lease: float = 60.0
     queued_lease: float = 3600.0
     max_refusals: int = 100
+    eta_threshold: float | None = None
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -104,6 +106,7 @@ class Settings:
             run_lease=_seconds("dtimer_run_lease", conf),
             queued_lease=_seconds("dtimer_queued_lease", conf),
             max_refusals=_whole("dtimer_max_refusals", conf, 1_000_000),
+            eta_threshold=_threshold(conf["dtimer_eta_threshold"]),
         )
 
     def __post_init__(self) -> None:
@@ -153,6 +156,24 @@ class Settings:
         parts = urlsplit(self.redis_url)
         secrets, at, place = parts.netloc.rpartition("@")
         return f"{parts.scheme}://{'**' if secrets else ''}{at}{place}{parts.path}"
+
+
+def eta_threshold(app: Celery) -> float | None:
+    """Return the seconds of delay beyond which an app's calls are durable, None for no call.
+
+    Raises:
+        SettingsError: it is neither None nor seconds.
+    """
+    return _threshold(app.conf.get("dtimer_eta_threshold"))
+
+
+def _threshold(value: object) -> float | None:
+    name = "dtimer_eta_threshold"
+    try:
+        return None if value is None else _seconds(name, {name: value}, zero=True)
+    except SettingsError:
+        accepted = "seconds as a number, or a timedelta, 0 or more, or None"
+        raise _bad(name, value, accepted) from None
 
 
 def _refuse_unknown(app: Celery) -> None:

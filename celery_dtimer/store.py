@@ -50,6 +50,7 @@ from celery_dtimer.errors import (
     shown,
 )
 from celery_dtimer.model import (
+    LAST_MS,
     MAX_DEFINITION_BYTES,
     UNASSIGNED,
     Definition,
@@ -70,6 +71,7 @@ _HANDED = 100  # and that one call gives to others
 _BATCH_BYTES = MAX_DEFINITION_BYTES
 _CONNECTIONS = 2  # that one store uses at once: a call is prepared while another is answered
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
+_PAGE = 1000  # timers of the queue that are read at once
 _HISTORY_PAGE = 500  # entries that are read at once
 _LONGEST_PAUSE = 0.05  # seconds between two of them
 
@@ -77,6 +79,7 @@ _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
     *("report", "give_up", "steal", "rezoned"),
     *("upsert", "delete", "pause", "resume", "stop", "trigger"),
+    *("hold", "cancel"),
     *("due", "commit", "linked", "purge", "scrub"),
     *("run_started", "run_ended", "renew_runs", "open_runs", "close_runs", "lose"),
     *("requeue", "purge_dead"),
@@ -84,7 +87,6 @@ _SCRIPTS = (
 _FENCED, _BUSY, _UNLINKED = -1, -2, -3
 _WAITS = "waits"  # in the place of the number of refusals
 _SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
-_LAST_MS = 253_402_300_799_999  # the last moment that can be shown, in the year 9999
 
 # What a server answers that will serve later, or that is no longer the right one.
 _PASSING_IN_SCRIPT = re.compile(  # Redis before 7 wraps what a script ran into
@@ -375,6 +377,17 @@ class Committed(NamedTuple):
     codes: list[int]
     errors: list[str]  #: of the refused pushes, in order
     turn: Turn | None
+
+
+class Cancelled(NamedTuple):
+    """What became of a durable countdown that was to be cancelled."""
+
+    code: int  #: of ``cancel.lua``
+    blob: str  #: its definition, "" when there was none
+
+
+#: The code of ``cancel.lua`` for what is out, or may be.
+IN_FLIGHT = 2
 
 
 class UnlinkedError(StoreError):
@@ -811,6 +824,51 @@ class Store:
         unread = [_BrokenEntry(name, *entry) for name, entry in entries.items()]
         for batch in _chunks(unread, _UPSERTS):
             self._begin_write(batch, _BrokenEntry.arm, encode_name(source))()
+
+    def hold(
+        self, definition: Definition, *, due_ms: int | None = None, delay_ms: int | None = None
+    ) -> None:
+        """Keep a durable countdown until it is due; it replaces one of the same task id.
+
+        Args:
+            definition: with its message.
+            due_ms: when it is due,
+            delay_ms: or how long from now, by the server's clock.
+        """
+        due = f"+{delay_ms}" if due_ms is None else due_ms
+        self._call("hold", definition.id, definition.revision, due, definition.blob)
+
+    def cancel(self, ids: Sequence[str]) -> list[Cancelled]:
+        """Remove durable countdowns; return what became of each."""
+        found: list[Cancelled] = []
+        for batch in _chunks(ids, BATCH):
+            answer = self._call("cancel", *batch)
+            pairs = zip(answer[::2], answer[1::2], strict=True)
+            found += [Cancelled(int(code), blob) for code, blob in pairs]
+        return found
+
+    def queued(
+        self, from_ms: int | None = None, until_ms: int | None = None
+    ) -> Iterator[list[tuple[str, int]]]:
+        """Yield active timers by when they are looked at, with that moment, a page at a time.
+
+        Args:
+            from_ms: the first moment.
+            until_ms: the last moment.
+        """
+        start, skip = "-inf" if from_ms is None else str(from_ms), 0
+        end = "+inf" if until_ms is None else str(until_ms)
+        while True:
+            with self._errors():
+                page = self.client.zrangebyscore(
+                    self.keys("timer_queue"), start, end, skip, _PAGE, withscores=True
+                )
+            yield [(id, int(at)) for id, at in page]
+            if len(page) < _PAGE:
+                return
+            last = str(int(page[-1][1]))
+            there = sum(int(at) == int(last) for _, at in page)
+            start, skip = last, there + (skip if last == start else 0)
 
     def replace(
         self, state: TimerState, old: Definition, definition: Definition, *, wakes: bool = True
@@ -1373,7 +1431,7 @@ def _state(id: str, row: object) -> TimerState | None:
 
 def _is_whole(text: str) -> bool:
     """Say whether a field is a number that a script could have written: up to the last moment."""
-    return text.isascii() and text.isdigit() and len(text) <= 15 and int(text) <= _LAST_MS
+    return text.isascii() and text.isdigit() and len(text) <= 15 and int(text) <= LAST_MS
 
 
 def _maybe_int(text: str) -> int | None:

@@ -18,8 +18,9 @@ from celery import Celery, Task
 from celery.canvas import Signature
 from celery.schedules import BaseSchedule
 
-from celery_dtimer import consistency, history, planning, schedules
+from celery_dtimer import consistency, countdowns, history, planning, schedules
 from celery_dtimer.canvas import is_canvas, parts_of
+from celery_dtimer.countdowns import PendingTask
 from celery_dtimer.declarations import declare
 from celery_dtimer.errors import (
     ConflictError,
@@ -39,6 +40,7 @@ from celery_dtimer.model import (
     check_size,
     check_storable,
     decode_definition,
+    is_countdown_id,
     is_timer_id,
     new_trigger_id,
     timer_id,
@@ -118,6 +120,7 @@ class DistributedTimer:
         self._failure_receivers: list[Callable[..., None]] = []  # signals hold them weakly
         self._claims = RunClaims(app)
         _track(app)
+        self._countdowns = countdowns.install(app)
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._scheduler: DistributedScheduler | None = None
@@ -563,7 +566,8 @@ class DistributedTimer:
         """Return the timers that match, at least so many if there are."""
         found: list[Timer] = []
         for start in range(0, len(ids), _PAGE):
-            found += filter(matches, self.store.timers(ids[start : start + _PAGE]))
+            page = [id for id in ids[start : start + _PAGE] if not is_countdown_id(id)]
+            found += filter(matches, self.store.timers(page))
             if end is not None and len(found) >= end:
                 break
         return found
@@ -939,6 +943,83 @@ class DistributedTimer:
         """
         if not self.store.delete([self._resolve(timer).id])[0]:
             raise _not_found(timer)
+
+    # ------------------------------------------------------------ durable countdowns
+
+    def get_pending(
+        self,
+        *,
+        task: str | None = None,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        queue: str | None = None,
+        after: datetime | None = None,
+        before: datetime | None = None,
+        offset: int = 0,
+        limit: int | None = None,
+    ) -> list[PendingTask]:
+        """Return the calls with ``countdown`` or ``eta`` that wait in Redis, by their time.
+
+        Args:
+            task: only those of this task, or callback's short name.
+            args: only those with these positional arguments, as they come back from JSON.
+            kwargs: only those that have these among their keyword arguments.
+            queue: only those that go to this queue.
+            after: only those that are due then or later; the app's time zone holds for a datetime
+                without one.
+            before: only those that are due before, likewise.
+            offset: how many to leave out at the front.
+            limit: how many to return at most; None for all.
+
+        Raises:
+            InvalidTimerError: a filter cannot be used.
+        """
+        _check_page(offset, limit)
+        if args is not None and (isinstance(args, (str, bytes)) or not isinstance(args, Sequence)):
+            raise invalid("args", args, "a list or tuple")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise invalid("kwargs", kwargs, "a dict")
+        if queue is not None and not isinstance(queue, str):
+            raise invalid("queue", queue, "the name of a queue")
+        wanted_task = None if task is None else self._task_name_of(task)
+        wanted_args = None if args is None else list(args)
+        wanted_kwargs = dict(kwargs or {})
+
+        def matches(call: PendingTask) -> bool:
+            has = call.kwargs
+            return (
+                (wanted_task is None or call.task == wanted_task)
+                and (wanted_args is None or call.args == wanted_args)
+                and (not wanted_kwargs or (has is not None and {**has, **wanted_kwargs} == has))
+                and (queue is None or call.queue == queue)
+            )
+
+        after_ms, before_ms = (
+            None if moment is None else schedules.moment_ms(name, moment, self.app.timezone)
+            for name, moment in (("after", after), ("before", before))
+        )
+        calls = filter(matches, countdowns.pending(self.store, after_ms, before_ms))
+        return list(islice(calls, offset, None if limit is None else offset + limit))
+
+    def cancel(self, task_id: str) -> bool:
+        """Cancel a call with ``countdown`` or ``eta`` that waits in Redis.
+
+        Its result becomes REVOKED, as by ``app.control.revoke``, which cancels too.
+
+        Args:
+            task_id: the call's, as `celery.result.AsyncResult` has it.
+
+        Returns:
+            True if it was pending: it never runs. Should a beat be publishing it at that very
+            moment (with confirmed dispatch), workers that run are told to drop it. False if
+            nothing was: it was sent, cancelled before, or never there.
+
+        Raises:
+            InvalidTimerError: ``task_id`` is no text.
+        """
+        if not isinstance(task_id, str) or not task_id:
+            raise invalid("task_id", task_id, "the id of a task")
+        return self._countdowns.cancel([task_id], self.store)[0]
 
     # ------------------------------------------------------------ running
 

@@ -113,6 +113,10 @@ local function push(to, from)
 end
 
 local function finish(timer, name, row, due, summary, done)
+  if is_countdown(timer) then
+    erase(timer)
+    return
+  end
   unschedule(timer, id)
   local more = fields(name, 'parent', 'source')
   if done == 'run' then
@@ -155,8 +159,9 @@ end
 -- Keep what is known of a run that is given up. A hidden timer goes: its definition is kept.
 local function to_dead_letters(timer, name, row, due, reason, problem)
   local more = fields(name, 'parent')
+  local is_hidden = more[1] or is_countdown(timer)
   local letter = timer .. ':' .. (row[3] or '') .. ':' .. (due or '')
-  local definition = more[1] and redis.pcall('GET', key('timer_definition', timer))
+  local definition = is_hidden and redis.pcall('GET', key('timer_definition', timer))
   if type(definition) ~= 'string' then
     definition = ''
   end
@@ -177,7 +182,11 @@ local function move_on(timer, name, row, due, done, detail)
   if reason ~= '-' then
     passed = passed + tonumber(runs)
     local parent = fields(name, 'parent')[1]
-    note_skipped(parent and call('EXISTS', key('timer', parent)) == 1 and parent or timer, reason, runs, first, last)
+    if is_countdown(timer) then
+      count('skipped_' .. reason, runs)
+    else
+      note_skipped(parent and call('EXISTS', key('timer', parent)) == 1 and parent or timer, reason, runs, first, last)
+    end
   end
   if following == '-' then
     finish(timer, name, row, due, summary, done)
@@ -248,7 +257,7 @@ local function settle(timer, name, row, due, done, detail, to, from)
     postpone(timer, name, row, detail)
   elseif done == 'lacking' then
     pass_on(timer, name, row, detail)
-  elseif fields(name, 'parent')[1] then
+  elseif is_countdown(timer) or fields(name, 'parent')[1] then
     erase(timer) -- hidden: nobody would ever see or mend it
   else
     set_aside(timer, id, 'broken', detail)
@@ -258,6 +267,9 @@ end
 
 -- Count a run that was published for a timer that goes by another schedule by now: nobody comes upon it any more.
 local function count_sending(timer, name, row, due)
+  if is_countdown(timer) then
+    return -- whoever comes upon it counts it
+  end
   local more = fields(name, 'last_run', 'passed', 'parent')
   local counted = math.max(number(more[1], -1), number(more[2], -1))
   if number(row[5], 0) > tonumber(due) and tonumber(due) > counted and not more[3] then
@@ -310,6 +322,8 @@ while position <= #ARGV do
     if row[3] == created and tonumber(due) > number(row[7], -1) then
       call('HSET', name, 'last_sent', due)
       count_sending(timer, name, row, due)
+    elseif row[3] ~= created and is_countdown(timer) then
+      counts.run = counts.run + 1 -- it was sent, and its task has called itself again
     end
   end
   codes[#codes + 1] = code

@@ -50,6 +50,11 @@ end
 
 local NOW, MICROS = server_time()
 
+-- Says whether a timer is a durable countdown: nothing is left of it, in the history neither, once it was sent.
+local function is_countdown(id)
+  return string.sub(id, 1, 4) == 'eta-'
+end
+
 -- The named fields of a hash; all false when the key is missing or of another type.
 local function fields(name, ...)
   local values = redis.pcall('HMGET', name, ...)
@@ -83,6 +88,12 @@ local function registered()
     })
   end
   return found
+end
+
+-- Says whether the owner of a timer has read it, and may be publishing its run.
+local function in_flight(id, owner)
+  local ids = owner and fields(key('instance', owner), 'in_flight')[1]
+  return ids and string.find(' ' .. ids .. ' ', ' ' .. id .. ' ', 1, true)
 end
 
 -- The instances that may be given timers, with their loads and what they say of their broker: the best kind that lives.

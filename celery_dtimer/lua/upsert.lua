@@ -57,12 +57,6 @@ local function moments(row, status, due, jitter, anew)
   return whole(moment), whole(moment + jitter)
 end
 
--- Says whether the owner of a timer has read it, and may be publishing its run.
-local function in_flight(id, owner)
-  local ids = owner and fields(key('instance', owner), 'in_flight')[1]
-  return ids and string.find(' ' .. ids .. ' ', ' ' .. id .. ' ', 1, true)
-end
-
 -- Count the runs that have come and do not happen.
 local function give_up(id, row, given_up)
   local reason, runs, first, last = string.match(given_up, '^(%a+):(%d+):(%d+):(%d+)$')

@@ -102,3 +102,24 @@ def add_periodic_tasks(sender: Celery, **_: Any) -> None:
     for name, schedule in PERIODIC.items():
         rule = crontab(minute=schedule) if isinstance(schedule, str) else schedule
         sender.add_periodic_task(rule, record.s(name), name=name)
+
+
+@app.task(name="note", bind=True)
+def note(self: Task, *args: Any) -> Any:
+    """Write down that this call was run."""
+    write_down(task_id=self.request.id, args=args, retries=self.request.retries)
+    return args
+
+
+@app.task(name="retry_later", bind=True)
+def retry_later(self: Task, name: str, seconds: float) -> None:
+    """Write down the run, and ask for another one the first time."""
+    write_down(task_id=self.request.id, args=[name], retries=self.request.retries)
+    if not self.request.retries:
+        raise self.retry(countdown=seconds)
+
+
+@app.task(name="call_later")
+def call_later(name: str, seconds: float) -> None:
+    """Call a task from inside a worker."""
+    note.apply_async((name,), countdown=seconds)

@@ -13,7 +13,8 @@ import pytest
 from celery_dtimer import consistency, planning, schedules
 from celery_dtimer.dispatcher import Pass
 from celery_dtimer.errors import FencedError, StoreError, StoreUnavailableError
-from celery_dtimer.model import Definition, Lease, Run
+from celery_dtimer.model import ONCE, Definition, Lease, Run
+from celery_dtimer.policy import Defaults
 from celery_dtimer.publisher import (
     BrokerDownError,
     RefusedError,
@@ -749,3 +750,30 @@ def test_an_outage_in_spare_time_is_told(beat: Beat, monkeypatch: pytest.MonkeyP
     losing(monkeypatch, "coming", ["reply"])
     with pytest.raises(StoreUnavailableError):
         beat.dispatcher.look_ahead(beat.lease, 1.0)
+
+
+def test_what_a_countdown_has_sent_is_not_remembered(
+    service: Service, broker: Broker, beat: Beat
+) -> None:
+    """Its definition would fill the place of those that are needed again."""
+    for number in range(3):
+        message = {"args": [number]}
+        service.store.hold(Definition(f"task {number}", "t", ONCE, message=message), delay_ms=5000)
+    assert beat.step().sent == 0
+    beat.dispatcher.look_ahead(beat.lease, 1.0)
+    beat.dispatcher.look_ahead(beat.lease, 1.0)
+    service.clock.advance(5)
+    assert beat.step().sent == 3
+    assert [run.task_id for run in broker.sent] == [run.definition.name for run in broker.sent]
+    assert not beat.dispatcher._definitions._kept
+    assert beat.dispatcher._definitions._bytes == 0
+
+
+def test_a_countdown_is_sent_however_late_it_is(make_service: MakeService, broker: Broker) -> None:
+    """Policies are for timers: a call that is not sent would be lost."""
+    service = make_service(defaults=Defaults(grace_ms=1000))
+    beat = Beat(service, broker)
+    service.store.hold(Definition("task", "t", ONCE, message={}), delay_ms=0)
+    service.clock.advance(25)
+    assert beat.step().sent == 1
+    beat.store.close()

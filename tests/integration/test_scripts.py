@@ -14,9 +14,10 @@ import pytest
 import redis
 
 from celery_dtimer.errors import FencedError
-from celery_dtimer.model import UNASSIGNED, Definition, new_trigger_id
+from celery_dtimer.model import ONCE, UNASSIGNED, Definition, new_trigger_id
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.store import (
+    IN_FLIGHT,
     DueTimer,
     Heartbeat,
     Link,
@@ -2295,6 +2296,158 @@ def test_commit_of_a_run_that_is_not_due_yet_pushes_nothing(
     answer = service.store.commit("a", epoch, 1, [_pushed(service, due)], link=side.link)
     assert answer.codes == [-6]
     assert (side.messages(), service.state(due.id)) == ([], before)
+
+
+# ------------------------------------------------------------------ hold and cancel
+
+
+def held(task_id: str = "task", **message: Any) -> Definition:
+    """Return what is stored of a durable countdown."""
+    return Definition(task_id, "tasks.record", ONCE, message={"args": [1], **message})
+
+
+def test_hold_counts_from_the_servers_clock_or_waits_for_a_moment(service: Service) -> None:
+    service.join()
+    first, second = held("one"), held("two")
+    service.store.hold(first, delay_ms=5000)
+    service.store.hold(second, due_ms=START_MS + 1)
+    state = service.state(first.id)
+    assert (state.status, state.due_ms, state.at_ms) == ("active", START_MS + 5000, START_MS + 5000)
+    assert (state.owner, state.created_ms, state.revision) == ("a", START_MS, first.revision)
+    assert service.state(second.id).due_ms == START_MS + 1
+    assert service.store.definitions([first.id]) == [first.blob]
+
+
+@pytest.mark.parametrize("status", ["active", "broken"])
+def test_hold_again_replaces_what_is_there_and_leaves_it_with_its_owner(
+    service: Service, status: str
+) -> None:
+    epoch = service.join("b")
+    service.store.hold(held(), delay_ms=1000)
+    if status == "broken":
+        service.clock.advance(2)
+        broken = Settlement(service.due_one("b", epoch), "broken", reason="because")
+        assert service.commit("b", epoch, broken) == [1]
+    service.join("a")
+    service.clock.advance(1)
+    again = held(args=[2])
+    service.store.hold(again, delay_ms=9000)
+    state = service.state(again.id)
+    assert (state.status, state.revision, state.reason) == ("active", again.revision, "")
+    assert (state.created_ms, state.due_ms) == (service.clock(), service.clock() + 9000)
+    assert state.owner == "b"
+
+
+def test_hold_wakes_an_owner_that_would_sleep_too_long(service: Service) -> None:
+    service.join()
+    woken: list[str] = []
+    with service.another_store().client.pubsub(ignore_subscribe_messages=True) as pubsub:
+        pubsub.subscribe(service.keys("wake", "a"))
+        pubsub.get_message(timeout=1)
+        for name, seconds in (("first", 5), ("later", 6), ("sooner", 4)):
+            service.store.hold(held(name), delay_ms=seconds * SECOND)
+            if pubsub.get_message(timeout=0.2) is not None:
+                woken.append(name)
+    assert woken == ["first", "sooner"]
+
+
+def test_cancel_answers_what_was_there_and_removes_it(service: Service) -> None:
+    service.join()
+    one = held("one")
+    service.store.hold(one, delay_ms=1000)
+    there, gone = service.store.cancel([one.id, held("never").id])
+    assert there == (1, one.blob)
+    assert gone == (0, "")
+    assert not service.exists(one.id)
+    assert service.store.cancel([one.id]) == [(0, "")]
+
+
+def test_cancel_tells_what_its_owner_may_be_publishing(service: Service) -> None:
+    epoch = service.join()
+    service.store.hold(held(), delay_ms=0)
+    (timer,) = service.store.due("a", epoch, Reading(10, marks=True)).timers
+    assert service.store.cancel([timer.id]) == [(IN_FLIGHT, held().blob)]
+    assert service.commit("a", epoch, Settlement(timer, "run")) == [-3]
+    assert not service.exists(timer.id)
+
+
+def test_cancel_leaves_alone_what_was_sent(service: Service) -> None:
+    epoch = service.join()
+    service.store.hold(held(), delay_ms=0)
+    timer = service.due_one("a", epoch)
+    service.set_field(timer.id, "last_sent", timer.due)
+    assert service.store.cancel([timer.id]) == [(0, "")]
+    assert service.exists(timer.id)
+
+
+def test_commit_of_a_countdown_leaves_nothing_but_a_count(service: Service) -> None:
+    epoch = service.join()
+    service.store.hold(held(), delay_ms=0)
+    timer = service.due_one("a", epoch)
+    assert service.commit("a", epoch, Settlement(timer, "run")) == [1]
+    assert not service.exists(timer.id)
+    assert list(service.store.history(0)) == []
+    assert service.store.counters() == {"sent": 1}
+
+
+def test_commit_of_a_countdown_that_has_called_itself_again_leaves_the_new_one(
+    service: Service,
+) -> None:
+    """The task ran, and asked for a retry, before the commit of its run has come."""
+    epoch = service.join()
+    service.store.hold(held(), delay_ms=0)
+    timer = service.due_one("a", epoch)
+    service.clock.advance(1)
+    again = held(args=[2])
+    service.store.hold(again, delay_ms=5000)
+    assert service.commit("a", epoch, Settlement(timer, "run")) == [-2]
+    state = service.state(again.id)
+    assert (state.status, state.due_ms, state.last_sent_ms) == (
+        "active",
+        service.clock() + 5000,
+        None,
+    )
+    assert service.store.counters() == {"sent": 1}
+    assert list(service.store.history(0)) == []
+
+
+def test_commit_of_a_lost_epoch_remembers_that_a_countdown_is_out(service: Service) -> None:
+    epoch = service.join()
+    service.store.hold(held(), delay_ms=0)
+    timer = service.due_one("a", epoch)
+    new = service.join()
+    with pytest.raises(FencedError):
+        service.commit("a", epoch, Settlement(timer, "run"))
+    again = service.due_one("a", new)
+    assert again.is_sent
+    assert service.commit("a", new, Settlement(again, "run")) == [1]
+    assert not service.exists(timer.id)
+    assert service.store.counters() == {"sent": 1}
+
+
+def test_commit_keeps_a_countdown_that_can_not_be_sent_as_a_dead_letter(service: Service) -> None:
+    epoch = service.join()
+    service.store.hold(held(), delay_ms=0)
+    timer = service.due_one("a", epoch)
+    assert service.commit("a", epoch, Settlement(timer, "broken", reason="why")) == [1]
+    assert not service.exists(timer.id)
+    (letter,) = read_letters(service.store)
+    assert (letter.reason, letter.error, letter.task_id) == ("broken", "why", held().name)
+    assert letter.task == held().task
+    ((id, row),) = service.store.dead_letters()
+    found = definition_to_requeue(service.store, row)
+    assert found.blob == held().blob
+    assert service.store.requeue(id, new_trigger_id(), timer.id, found.revision, found.blob)
+    assert service.due_one("a", epoch).parent == timer.id
+
+
+def test_a_countdown_fails_over_like_any_timer(service: Service) -> None:
+    service.join("a")
+    service.store.hold(held(), delay_ms=60_000)
+    epoch = service.join("b")
+    service.let_pass(31, b=epoch)
+    assert service.store.reap("b", epoch).count == 1
+    assert service.state(held().id).owner == "b"
 
 
 # ------------------------------------------------------------------ wake-ups

@@ -12,7 +12,7 @@ from celery.exceptions import ImproperlyConfigured
 
 from celery_dtimer.errors import DistributedTimerError, SettingsError
 from celery_dtimer.policy import Defaults
-from celery_dtimer.settings import Settings, defaults
+from celery_dtimer.settings import Settings, defaults, eta_threshold
 from tests.naming import named
 
 URL = "redis://127.0.0.1:6379/0"
@@ -65,6 +65,7 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_run_lease": 7,
         "dtimer_queued_lease": 70,
         "dtimer_max_refusals": 3,
+        "dtimer_eta_threshold": 60,
     }
     policies = {"dtimer_coalesce", "dtimer_misfire_grace_time", "dtimer_max_catch_up"}
     assert values.keys() == defaults().keys() - policies
@@ -107,11 +108,13 @@ def test_a_settings_namespace_works_as_in_django() -> None:
         CELERY_BROKER_URL = URL
         CELERY_DTIMER_SERVICE = "shop"
         CELERY_DTIMER_INSTANCE_TIMEOUT = 60
+        CELERY_DTIMER_ETA_THRESHOLD = timedelta(minutes=2)
 
     app = Celery("orders", set_as_current=False)
     app.config_from_object(DjangoSettings, namespace="CELERY")
     settings = Settings.from_app(app)
     assert (settings.service, settings.instance_timeout) == ("shop", 60)
+    assert settings.eta_threshold == eta_threshold(app) == 120
 
 
 @pytest.mark.parametrize(
@@ -149,6 +152,7 @@ BAD: list[tuple[str, Any]] = [
     *(("dtimer_max_catch_up", value) for value in (-1, 1.5, True, None, 10_001)),
     *(("beat_cron_starting_deadline", value) for value in ("60", float("inf"), -5, True)),
     *(("dtimer_history", value) for value in (-1, 1.5, True, None)),
+    *(("dtimer_eta_threshold", value) for value in (-1, "60", True, math.nan, math.inf)),
     *(("dtimer_heartbeat_interval", value) for value in NOT_SECONDS),
     *(("dtimer_check_interval", value) for value in NOT_SECONDS),
     *(("dtimer_failure_check_interval", value) for value in NOT_SECONDS),
