@@ -16,6 +16,7 @@ import redis
 from celery_dtimer.errors import FencedError
 from celery_dtimer.model import ONCE, UNASSIGNED, Definition, new_trigger_id
 from celery_dtimer.planning import Plan, Skip
+from celery_dtimer.runs import definition_to_requeue, read_letters
 from celery_dtimer.store import (
     IN_FLIGHT,
     DueTimer,
