@@ -134,6 +134,16 @@ MEASURES = {
         "gap after kill -9, beyond the timeout, s", 1
     ),
     ("failover", "handover_gap_s"): _at_most("gap at a graceful hand-over, s", 0.5),
+    ("countdowns", "durable_per_s"): _rate("calls with a countdown, durable, calls/s"),
+    ("countdowns", "stock_per_s"): _rate("calls with a countdown, Celery's own, calls/s"),
+    ("countdowns", "share_of_stock"): _rate("durable beside Celery's own, in turns", Goal(1)),
+    ("countdowns", "bytes_per_pending"): _at_most(
+        "{tenfold} durable calls pending, Redis bytes each", 1000
+    ),
+    ("tracking", "more_us"): _at_most("a tracked task costs the worker more, µs", 500),
+    ("tracking", "tracked_us"): Measure("task of a timer, tracked, µs"),
+    ("tracking", "untracked_us"): Measure("task of a timer, not tracked, µs"),
+    ("tracking", "other_us"): Measure("any other task, µs"),
     ("scripts", "takeover_s"): Measure("all timers taken over after kill -9, s"),
     ("stored_large", "first_message_s"): _at_most(
         "{hundredfold} stored, start to first message, s", 2

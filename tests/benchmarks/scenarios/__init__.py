@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.benchmarks import rabbitmq
-from tests.benchmarks.scenarios import dispatching, failing, lag, storing
+from tests.benchmarks.scenarios import calling, dispatching, failing, lag, storing
 from tests.benchmarks.scenarios.scenario import Scenario
 from tests.benchmarks.scenarios.scripts import scripts
 
@@ -28,6 +28,8 @@ SCENARIOS = {
     "startup": Scenario(storing.startup, _CELERY),
     "startup_many": Scenario(storing.startup_many, _OURS),
     "failover": Scenario(failing.failover, _OURS),
+    "countdowns": Scenario(calling.countdowns, _OURS),
+    "tracking": Scenario(calling.tracking, _OURS),
     "scripts": Scenario(scripts, _OURS),
     "stored_large": Scenario(storing.stored_large, _OURS, is_large=True),
     "all_due_large": Scenario(storing.all_due_large, _OURS, is_large=True),
