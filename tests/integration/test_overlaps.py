@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from celery.utils.dispatch import Signal
 
-from celery_dtimer import signals
+from celery_dtimer import DistributedTimer, signals
+from celery_dtimer.membership import Identity, Membership
 from celery_dtimer.model import Run, to_datetime
 from celery_dtimer.policy import Policy
 from celery_dtimer.publisher import BrokerDownError, RefusedError, UnsendableError
 from celery_dtimer.runs import DeadLetter, LostRuns, read_letters, read_runs
 from celery_dtimer.store import OutRun
+from tests.conftest import MakeApp
 from tests.integration.conftest import SECOND, START_MS, Beat, Broker, MakeService, Service
 from tests.waiting import wait_until
 
@@ -372,6 +374,43 @@ def test_receivers_are_told_of_runs_that_can_not_be_sent(
     assert (letter.name, letter.reason, letter.error) == ("t", "broken", "no such serializer")
     (stored,) = read_letters(beat.service.store)
     assert (stored.id, stored.error) == (letter.id, letter.error)
+
+
+def test_receivers_are_told_who_joins_and_who_is_gone(
+    service: Service, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.join("dead")
+    service.add("t", every=1000)
+    service.clock.advance(20)
+    store = service.another_store()
+    seconds = 0.0
+    membership = Membership(store, Identity("a", "h", 1, "1"), clock=lambda: seconds)
+    membership.step()
+    wait_until(lambda: heard.of("instance_joined"), "that one has joined")
+    (joined,) = heard.of("instance_joined")
+    assert (joined["sender"], joined["instance"]) == ("orders", "a")
+    assert joined["epoch"] == service.epoch("a")
+    for _ in range(8):
+        seconds += 5
+        service.clock.advance(5)
+        membership.report_progress(60)
+        membership.step()
+    wait_until(lambda: heard.of("failover"), "the failover")
+    (left,) = heard.of("instance_left")
+    assert (left["instance"], left["is_dead"]) == ("dead", True)
+    moved = heard.of("failover")[-1]
+    assert (moved["instance"], moved["dead"]) == ("a", ("dead",))
+    assert sum(told["timers"] for told in heard.of("failover")) == 1
+    store.close()
+
+
+def test_receivers_are_told_of_a_beat_that_leaves(make_app: MakeApp, heard: Heard) -> None:
+    timers = DistributedTimer(make_app())
+    instance = timers.start()
+    wait_until(lambda: heard.of("instance_joined"), "that it has joined")
+    timers.stop()
+    (left,) = heard.of("instance_left")
+    assert (left["instance"], left["is_dead"]) == (instance, False)
 
 
 def test_what_a_receiver_raises_stops_nothing(

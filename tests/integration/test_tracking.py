@@ -183,6 +183,24 @@ def test_a_retry_keeps_its_run_out_until_it_has_ended(bench: Bench) -> None:
     assert bench.out() == 0
 
 
+def test_a_retry_that_waits_in_redis_keeps_its_run_out_until_it_is_cancelled(
+    make_app: MakeApp,
+) -> None:
+    bench = Bench(make_app(dtimer_eta_threshold=1))
+
+    def callback(timer: CallbackTimer) -> None:
+        raise task.retry(exc=KeyError("first"), countdown=60)
+
+    task = bench.callback(callback)
+    bench.run(task)
+    (call,) = bench.timers.get_pending()
+    assert (call.task_id, call.retries) == ("run-1", 1)
+    assert call.headers["dtimer"] == bench.header()
+    assert (bench.record().state, bench.out()) == ("retried", 1)
+    assert bench.timers.cancel("run-1")
+    assert (bench.record().state, bench.out()) == ("revoked", 0)
+
+
 def test_a_duplicate_leaves_the_record_as_it_is(bench: Bench) -> None:
     seen: list[int] = []
 
