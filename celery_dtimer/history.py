@@ -173,6 +173,8 @@ def _pending(definition: Definition, state: TimerState, run_ms: int, now_ms: int
         return f"the run is scheduled for {_shown(run_ms)}, which is still to come"
     if run_ms == state.last_sent_ms:
         return "the run was sent; its owner is still to count it"
+    if state.waits:
+        return "the run is due, and waits for the end of an earlier one (overlap)"
     if state.attempts:
         return f"the run is due: it could not be sent {state.attempts} times, and is tried again"
     if state.at_ms is not None and state.at_ms > now_ms:

@@ -407,6 +407,7 @@ class TimerState:
     runs: int = 0
     skips: Mapping[str, int] = field(default_factory=dict)  #: runs that did not happen, by reason
     attempts: int = 0  #: publishes refused since the last run
+    waits: bool = False  #: its run waits for the end of another
     owner: str = UNASSIGNED
     source: str = ""  #: where a static timer was declared
     parent: str = ""  #: the timer that a trigger belongs to

@@ -167,16 +167,22 @@ def read_runs(store: Store, timer_id: str | None = None) -> list[RunRecord]:
     """
     noted = _noted(reversed(list(store.run_history())), timer_id)
     sent = _sent(store, timer_id)
-    found = [
-        replace(record, sent_at=moment, instance=instance)
-        for record in noted
-        for moment, instance in [sent.get((record.timer_id, record.scheduled_at), (None, None))[:2]]
-    ]
+    found = [_with_sending(record, sent) for record in noted]
     known = {(record.timer_id, record.scheduled_at) for record in noted}
     found += _queued(store, {key: row for key, row in sent.items() if key not in known})
     names = _names(store, {record.timer_id for record in found})
     found = [replace(record, name=names.get(record.timer_id, "")) for record in found]
     return sorted(found, key=lambda record: (record.scheduled_at, record.shard), reverse=True)
+
+
+def _with_sending(record: RunRecord, sent: Mapping[tuple[str, datetime], _Sent]) -> RunRecord:
+    """Return a record with what the service's history knows of its sending."""
+    known = sent.get((record.timer_id, record.scheduled_at))
+    if known is None:
+        return record
+    at, instance, number = known
+    counted = None if number == "trigger" else record.number
+    return replace(record, sent_at=at, instance=instance, number=counted)
 
 
 def _noted(entries: Iterable[Mapping[str, str]], timer_id: str | None) -> list[RunRecord]:

@@ -1422,6 +1422,7 @@ def _state(id: str, row: object) -> TimerState | None:
             if field.startswith(_SKIPPED)
         },
         attempts=_number(row.get("attempts", "")),
+        waits=row.get("attempts", "") == _WAITS,
         owner=row.get("owner", UNASSIGNED),
         source=row.get("source", ""),
         parent=row.get("parent", ""),

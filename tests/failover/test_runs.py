@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -205,6 +206,23 @@ def test_the_worker_keeps_a_long_run_from_being_lost(deployment: Deployment) -> 
     wait_state(deployment, "long", "succeeded")
     states = {entry["state"] for entry in deployment.timers.store.run_history()}
     assert states == {"started", "succeeded"}
+
+
+@pytest.mark.parametrize("pool", POOLS[:2], ids=POOL_NAMES[:2])
+def test_a_worker_that_is_asked_to_end_keeps_its_runs_to_their_end(
+    deployment: Deployment, pool: tuple[str, ...]
+) -> None:
+    deployment.start_beat()
+    worker = deployment.start_worker(*pool)
+    run_once(deployment, "long", "work", resend_lost=True)
+    wait_until(lambda: did(deployment, "long"), "the run to begin", 15)
+    worker.send(signal.SIGTERM)
+    wait_until(lambda: "Warm shutdown" in worker.log_text(), "the worker to be ending", 10)
+    deployment.pass_time(2 * LEASE)
+    let_go(deployment, "long")
+    wait_state(deployment, "long", "succeeded")
+    worker.wait(20)
+    assert did(deployment, "long") == ["began 1", "ended 1"]
 
 
 # ------------------------------------------------------------------ overlap

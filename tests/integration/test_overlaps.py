@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery.utils.dispatch import Signal
 
-from celery_dtimer import DistributedTimer, signals
+from celery_dtimer import DistributedTimer, history, signals
 from celery_dtimer.membership import Identity, Membership
 from celery_dtimer.model import Run, to_datetime
 from celery_dtimer.policy import Policy
@@ -108,7 +108,10 @@ def test_buffer_one_sends_one_as_soon_as_the_run_has_ended(
     assert (state.skips, state.due_ms) == ({"overlap": 2}, START_MS + 50_000)
     step_at(beat, 50)
     assert broker.slots() == [10, 20]
-    assert beat.service.state(timer.id).due_ms == START_MS + 50_000  # it waits now
+    state = beat.service.state(timer.id)
+    assert (state.due_ms, state.waits) == (START_MS + 50_000, True)
+    why = history.explain(timer, state, START_MS + 50_000, START_MS + 51_000, [])
+    assert why == "the run is due, and waits for the end of an earlier one (overlap)"
 
 
 def test_cancel_other_revokes_what_is_out(beat: Beat, broker: Broker) -> None:
@@ -182,6 +185,15 @@ def test_a_run_that_is_not_sent_after_all_is_forgotten(beat: Beat, broker: Broke
     assert beat.service.state(timer.id).status == "broken"
     assert not beat.service.redis.hlen(beat.service.keys("running"))
     assert not beat.service.redis.exists(beat.service.keys("open_runs", timer.id))
+
+
+def test_of_a_trigger_no_number_is_known(beat: Beat, broker: Broker) -> None:
+    timer = beat.service.add(every=1000)
+    beat.service.trigger(timer)
+    step_at(beat, 1)
+    start(beat.service, broker.sent[0])
+    (record,) = read_runs(beat.service.store, timer.id)
+    assert (record.number, record.instance, record.state) == (None, "a", "started")
 
 
 # ------------------------------------------------------------------ refused for good
