@@ -50,6 +50,7 @@ _STATES = {
 _STARTED = "dtimer_started"  # the attribute of a request that says when it started
 _REPORT_MS = 5000  # that a worker has, after a task's time limit, to say so
 _RENEWALS = 3  # of a lease, within its time
+_UNTIL_KNOWN = 0.3  # seconds between two looks for runs, until the first has shown its lease
 _MOST_UNREPORTED = 1000
 _LONGEST_CALL = 64 * 1024  # bytes of arguments that a dead letter keeps
 _LAST_PAUSE = 5.0  # seconds between two tries to report
@@ -206,7 +207,7 @@ class RunTracker:
 
     def _on_worker_ready(self, sender: Any = None, **_: Any) -> None:
         if getattr(sender, "app", None) is self._app and self._renewals is None:
-            self._renewals = LeaseRenewals(self._app, self._store)
+            self._renewals = LeaseRenewals(self._store)
             self._renewals.start()
 
     def _on_worker_shutdown(self, sender: Any = None, **_: Any) -> None:
@@ -332,6 +333,8 @@ class _Backlog:
                 continue
             except DistributedTimerError as exc:
                 self._outages.note(exc)
+            except Exception:
+                logger.exception("What became of a run can not be noted")
             else:
                 self._outages.end()
             with self._lock:
@@ -342,34 +345,27 @@ class _Backlog:
 class LeaseRenewals(threading.Thread):
     """Renews the leases of the runs that a worker is running; `step` is one round."""
 
-    def __init__(self, app: Celery, store_of: Callable[[str], Store | None]) -> None:
+    def __init__(self, store_of: Callable[[str], Store | None]) -> None:
         """Prepare the thread; `start` runs it.
 
         Args:
-            app: whose worker this is.
             store_of: returns the store of a service, None when its runs are not tracked.
         """
         super().__init__(name="dtimer-leases", daemon=True)
-        self._app = app
         self._store_of = store_of
         self._stopped = threading.Event()
+        self._pause = _UNTIL_KNOWN
         self.hostname = ""
 
     def run(self) -> None:
         """Renew until stopped."""
-        pause = Settings.from_app(self._app).run_lease / _RENEWALS if self._is_set_up() else None
-        while pause is not None and not self._stopped.wait(pause):
+        while not self._stopped.wait(self._pause):
             try:
                 self.step()
             except DistributedTimerError as exc:  # the next round makes up for it
                 logger.debug("Leases of runs were not renewed: %s", exc)
-
-    def _is_set_up(self) -> bool:
-        try:
-            return Settings.from_app(self._app).track_runs
-        except DistributedTimerError as exc:
-            logger.warning("Runs of timers are not tracked: %s", exc)
-            return False
+            except Exception:  # a header that was tampered with, say: the others go on
+                logger.exception("Leases of runs were not renewed")
 
     def step(self) -> int:
         """Renew what is running; return how many leases.
@@ -381,7 +377,7 @@ class LeaseRenewals(threading.Thread):
         for request in _active_requests():
             header = request.request_dict.get("dtimer")
             self.hostname = request.hostname
-            if header:
+            if isinstance(header, Mapping) and "service" in header:
                 properties = request.request_dict.get("properties")
                 message = _message(request.hostname, properties)
                 by_service[header["service"]].append((request.id, message))
@@ -389,7 +385,9 @@ class LeaseRenewals(threading.Thread):
         for service, running in by_service.items():
             store = self._store_of(service)
             if store is not None:
-                renewed += store.renew_runs(running, round(store.settings.run_lease * 1000))
+                lease = store.settings.run_lease  # the same for all services of the app
+                self._pause = lease / _RENEWALS
+                renewed += store.renew_runs(running, round(lease * 1000))
         return renewed
 
     def stop(self) -> None:

@@ -312,8 +312,7 @@ def test_a_task_that_the_worker_does_not_know_is_a_dead_letter(bench: Bench) -> 
 def test_a_worker_renews_what_it_runs_with_one_call(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renewals = LeaseRenewals(bench.app, bench.tracker._store)
-    calls: list[str] = []
+    renewals = LeaseRenewals(bench.tracker._store)
     leases: list[float] = []
     store = bench.timers.store
 
@@ -326,12 +325,17 @@ def test_a_worker_renews_what_it_runs_with_one_call(
             hostname=WORKER,
             request_dict={"dtimer": bench.header(), "properties": {"delivery_tag": "t1"}},
         )
-        other = SimpleNamespace(id="x", hostname=WORKER, request_dict={})
-        monkeypatch.setattr(worker_state, "active_requests", {Hashed(active), Hashed(other)})
+        others = [
+            SimpleNamespace(id="x", hostname=WORKER, request_dict={"dtimer": header})
+            for header in (None, "tampered", {"name": "no service"})
+        ]
+        requests = set(map(Hashed, [active, *others]))
+        monkeypatch.setattr(worker_state, "active_requests", requests)
         store.client.zincrby(store.keys("run_leases"), -30_000, "run-1")
         leases.append(lease())
-        calls.extend(calls_of(monkeypatch))
+        calls = calls_of(monkeypatch)
         assert renewals.step() == 1
+        assert calls == ["EVALSHA"]
         leases.append(lease())
 
     bench.run(bench.callback(callback))
