@@ -11,6 +11,7 @@ import pytest
 
 from celery_dtimer import RunRecord
 from tests.failover.deployment import Deploy, Deployment
+from tests.servers import RabbitMQ
 from tests.waiting import wait_until
 
 LEASE = 2  # seconds, of the runs in these tests
@@ -335,3 +336,30 @@ def test_beats_that_die_or_freeze_double_no_tracked_run(deployment: Deployment) 
         return {(each.name, round(each.scheduled_at.timestamp() * 1000)) for each in found}
 
     wait_until(lambda: tracked() >= slots, "each run to be noted", 10)
+
+
+# ------------------------------------------------------------------ another broker
+
+
+def test_with_confirmed_dispatch_runs_are_held_apart_and_calls_wait_in_redis_too(
+    deploy: Deploy, rabbitmq: RabbitMQ
+) -> None:
+    deployment = deploy(broker_url=rabbitmq.url, dtimer_run_lease=LEASE, dtimer_eta_threshold=1)
+    deployment.app.conf.broker_url = rabbitmq.url
+    done = overlapping(deployment, "skip")
+    wait_until(lambda: skipped(deployment) >= 1, "a run to be skipped", 10)
+    assert done() == ["began 1"]
+    deployment.app.send_task("note", ["later"], countdown=2)
+    (call,) = deployment.timers.get_pending(task="note")
+    assert call.args == ["later"]
+
+    def notes() -> int:
+        return sum(entry.get("args") == ["later"] for entry in deployment.entries_ran())
+
+    wait_until(notes, "the call that waits", 15)
+    deployment.timers.update_timer("often", overlap="cancel_other")
+    wait_until(lambda: len(done()) >= 2, "the run in place of the first", 10)
+    found = {record.number: record.state for record in deployment.timers.get_runs("often")}
+    assert found[1] == "revoked"
+    assert (notes(), deployment.timers.get_pending()) == (1, [])
+    assert deployment.modes() == {"confirmed"}
