@@ -223,6 +223,11 @@ class Countdowns:
     # -- cancelling
 
     @property
+    def store(self) -> Store:
+        """The store of the app's calls."""
+        return self._stores.of()
+
+    @property
     def is_on(self) -> bool:
         """Say whether the app has durable countdowns."""
         return eta_threshold(self._app) is not None
@@ -244,9 +249,16 @@ class Countdowns:
         out = [id for id, each in zip(task_ids, found, strict=True) if each.code == IN_FLIGHT]
         if out:
             self._tell_workers(out)
+        failure: Exception | None = None
         for task_id, each in zip(task_ids, found, strict=True):
             if each.code:
-                self._mark_as_revoked(task_id, each.blob)
+                try:
+                    self._mark_as_revoked(task_id, each.blob)
+                except Exception as exc:  # of the result backend: the others are to be told of
+                    logger.error("Task %s is cancelled, but its result is not: %s", task_id, exc)
+                    failure = failure or exc
+        if failure is not None:
+            raise failure
         return [bool(each.code) for each in found]
 
     def cancel_stamped(self, headers: Mapping[str, Any]) -> list[str]:
@@ -461,16 +473,18 @@ def _cancel_first(control: Any) -> None:
             kombu.exceptions.OperationalError: Redis could not be reached, or refused; the workers
                 were told all the same.
         """
-        failure = None
+        failure: Exception | None = None
         countdowns = install(control.app)
         if command in _REVOKING and countdowns.is_on:
             try:
                 _REVOKING[command](countdowns, {**(arguments or {}), **kwargs})
-            except StoreError as exc:
+            except Exception as exc:  # Redis', or the result backend's: the workers are told first
                 failure = exc
         answer = tell(command, arguments, *args, **kwargs)
-        if failure is not None:
+        if isinstance(failure, StoreError):
             raise OperationalError(f"pending tasks were not cancelled: {failure}") from failure
+        if failure is not None:
+            raise failure
         return answer
 
     control.broadcast = broadcast

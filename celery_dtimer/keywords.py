@@ -72,6 +72,8 @@ def define(
     if task in CANVAS_KINDS:
         _check_canvas(rules)
     _check_retries(app, task, options)
+    if rules.is_held:
+        _check_held(app, rules, options)
     is_named = (
         keywords.get("timezone") is not None
         or own_zone is not None
@@ -96,6 +98,17 @@ def _check_canvas(rules: policy.Policy) -> None:
         raise invalid("overlap", rules.overlap, "nothing: the callback is a canvas")
     if rules.resend_lost:
         raise invalid("resend_lost", rules.resend_lost, "nothing: the callback is a canvas")
+
+
+def _check_held(app: Celery, rules: policy.Policy, options: Mapping[str, Any]) -> None:
+    """Refuse what a timer that holds its runs can not have: they would count as lost."""
+    for name in ("countdown", "eta"):
+        if options.get(name) is not None:
+            accepted = "nothing beside overlap or resend_lost: a run is to start when it is sent"
+            raise invalid(f"options[{name!r}]", options[name], accepted)
+    if rules.resend_lost and app.conf.get("dtimer_track_runs", True) is False:
+        accepted = "nothing while dtimer_track_runs is off: no run would be known to have ended"
+        raise invalid("resend_lost", rules.resend_lost, accepted)
 
 
 def _check_retries(app: Celery, task: str, options: Mapping[str, Any]) -> None:

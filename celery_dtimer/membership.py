@@ -143,6 +143,8 @@ class Membership:
         self._next_check = 0.0
         self._scrub_position = 0
         self._lost = LostRuns(store)
+        self._heard = 0.0, 0  # when the last heartbeat was sent, and the server's time then
+        self._look_for_lost_after = 0.0
         self._must_rebalance = False
         self._reporting = threading.Lock()
         self._report = self._stored_report = Report(identity.dispatch)
@@ -238,6 +240,7 @@ class Membership:
             self._refused_epoch = max(self._refused_epoch, lease.epoch)
             self._lease = None
             return None
+        self._look_at_clocks(started, heartbeat.now_ms)
         changed = heartbeat.members != lease.members or self._lease is not lease
         self._lease = replace(
             lease,
@@ -248,6 +251,15 @@ class Membership:
         if changed:
             self._on_lease()
         return heartbeat
+
+    def _look_at_clocks(self, started: float, now_ms: int) -> None:
+        """Give workers time to renew their runs' leases after an outage, or a jump of the clock."""
+        heard, heard_ms = self._heard
+        lease, passed = self._settings.run_lease, started - heard
+        jump = abs((now_ms - heard_ms) / 1000 - passed)
+        if max(passed - self._settings.heartbeat_interval, jump) > lease / 3:  # at the start too
+            self._look_for_lost_after = started + lease / 2
+        self._heard = started, now_ms
 
     def _register(self, started: float) -> Lease:
         identity, report = self._identity, self._report
@@ -390,6 +402,8 @@ class Membership:
         )
         for timer, wrong in repairs:
             logger.error("Timer %s was stored inconsistently (%s): repaired", timer, wrong)
+        if self._clock() < self._look_for_lost_after:
+            return
         try:
             while lease is not None and self._lost.step(lease) >= BATCH:
                 lease = self._kept_lease()

@@ -102,6 +102,19 @@ def resent_of(id: str) -> tuple[int, str]:
     return (int(found[1]), found[2]) if found else (0, "")
 
 
+_REQUEUED = "again-"
+
+
+def new_requeued_id() -> str:
+    """Return the id of a new hidden one-shot that sends what a dead letter holds."""
+    return _REQUEUED + secrets.token_hex(16)
+
+
+def is_requeued(id: str) -> bool:
+    """Say whether a timer sends what a dead letter held."""
+    return id.startswith(_REQUEUED)
+
+
 def new_instance_id() -> str:
     """Return an id that no other instance has: host, pid and a nonce."""
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:40] or "localhost"

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from celery_dtimer import planning
-from celery_dtimer.errors import shown
-from celery_dtimer.model import Lease, Run
+from celery_dtimer.model import Lease, Run, is_requeued
 from celery_dtimer.policy import BUFFER_ONE
 from celery_dtimer.store import COMMITTED, HeldRun, Settlement, Store
 
@@ -46,15 +45,17 @@ class Overlaps:
             return planned, runs, []
         answers = self._store.open_runs(lease.instance, lease.epoch, [run for _, run in held])
         settled: dict[int, Settlement] = {}
+        cancelling: dict[int, list[str]] = {}  # what is to be revoked first, by place
         for (place, run), answer in zip(held, answers, strict=True):
             if answer == "busy":
                 settled[place] = _put_off(planned[place], runs[place], run)
                 continue
-            timer = planned[place].timer
-            self._noted[timer.id] = run
-            if answer.startswith("cancel ") and not self._cancel(
-                answer.split(" ")[1:], runs[place]
-            ):
+            self._noted[planned[place].timer.id] = run
+            if answer.startswith("cancel "):
+                cancelling[place] = answer.split(" ")[1:]
+        if cancelling and not self._cancel([id for ids in cancelling.values() for id in ids]):
+            for place in cancelling:
+                timer = planned[place].timer
                 delay_ms = round(planning.retry_delay(timer.refusals) * 1000)
                 settled[place] = Settlement(timer, "refused", delay_ms=delay_ms)
         places = [place for place in range(len(runs)) if place not in settled]
@@ -64,15 +65,14 @@ class Overlaps:
             list(settled.values()),
         )
 
-    def _cancel(self, task_ids: Sequence[str], run: Run) -> bool:
-        """End the runs that are out; say whether the workers could be told."""
-        name = shown(run.definition.name)
+    def _cancel(self, task_ids: Sequence[str]) -> bool:
+        """End runs that are out, all of a batch at once; say whether the workers could be told."""
         try:
             self._revoke(task_ids)
-        except Exception as exc:  # the broker's, of whatever kind: the run waits for it
-            logger.warning("Timer %s: its runs can not be revoked: %s", name, exc)
+        except Exception as exc:  # the broker's, of whatever kind: the next runs wait for it
+            logger.warning("Runs can not be revoked for the next ones of their timers: %s", exc)
             return False
-        logger.info("Timer %s: revoked %s for its next run", name, ", ".join(task_ids))
+        logger.info("Revoked for the next runs of their timers: %s", ", ".join(task_ids))
         return True
 
     def settled(self, settlement: Settlement, code: int, instance: str) -> None:
@@ -81,7 +81,7 @@ class Overlaps:
         if run is None:
             return
         if code == COMMITTED:
-            is_over = settlement.done in ("broken", "unreadable", "dead")
+            is_over = settlement.done not in ("run", "refused", "waits", "lacking")
         else:  # without a message it is out already
             is_over = settlement.done != "run" or settlement.message is not None
         if settlement.done != "refused" or code != COMMITTED:
@@ -113,7 +113,7 @@ def _held(run: Run) -> HeldRun:
 
 def _put_off(planned: Settlement, run: Run, held: HeldRun) -> Settlement:
     """Return what becomes of a run while another of its timer is out."""
-    if run.definition.policy.overlap == BUFFER_ONE or run.resent:
+    if run.definition.policy.overlap == BUFFER_ONE or run.resent or is_requeued(run.identity):
         return Settlement(planned.timer, "waits", reason=" ".join(held.task_ids))
     skip = planning.refuse(planned.skip, run.scheduled_ms, planning.OVERLAP)
     return planned._replace(done="skip", skip=skip)

@@ -318,7 +318,10 @@ class Publisher:
         """
         with self._app.connection_for_write() as connection:
             self._limit(connection)
+            hosts = len(connection.alt or ()) or 1
+            connection.ensure_connection(max_retries=hosts - 1, interval_start=0)
             self._app.control.revoke(list(task_ids), terminate=True, connection=connection)
+        self._on_progress()
 
     def _down(self, exc: BaseException) -> BrokerDownError:
         self._drop()

@@ -17,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import takewhile
 from typing import Any
 
 from kombu.utils import json
@@ -31,6 +32,7 @@ from celery_dtimer.model import (
     decode_definition,
     resent_id,
     to_datetime,
+    to_ms,
 )
 from celery_dtimer.signals import tell, timer_failed
 from celery_dtimer.store import Store
@@ -87,8 +89,9 @@ class DeadLetter:
     number: int | None = None
     task_id: str | None = None
     task: str = ""
-    args: list[Any] | None = None  #: None when they are the timer's, or can not be told
-    kwargs: dict[str, Any] | None = None
+    #: None when they are the timer's, or can not be told; not shown, since they may hold secrets
+    args: list[Any] | None = field(default=None, repr=False)
+    kwargs: dict[str, Any] | None = field(default=None, repr=False)
     retries: int = 0
     where: str = ""  #: the worker, or the instance that could not send it
 
@@ -158,21 +161,35 @@ def _moment(text: str) -> datetime | None:
 # ------------------------------------------------------------------ records
 
 
-def read_runs(store: Store, timer_id: str | None = None) -> list[RunRecord]:
+def read_runs(
+    store: Store, timer_id: str | None = None, since_ms: int | None = None
+) -> list[RunRecord]:
     """Return the runs that the histories know of, newest first by their scheduled moment.
 
     Args:
         store: of the service.
         timer_id: only those of this timer.
+        since_ms: only what was written since that moment is read.
     """
-    noted = _noted(reversed(list(store.run_history())), timer_id)
-    sent = _sent(store, timer_id)
+    entries = _since(store.run_history(), since_ms)
+    noted = _noted(reversed(entries), timer_id)
+    sent = _sent(store, timer_id, since_ms)
+    if len(entries) >= store.settings.history:  # of what was sent before, it has been forgotten
+        oldest = _moment(entries[-1]["at"])
+        sent = {key: row for key, row in sent.items() if oldest is None or row[0] >= oldest}
     found = [_with_sending(record, sent) for record in noted]
     known = {(record.timer_id, record.scheduled_at) for record in noted}
     found += _queued(store, {key: row for key, row in sent.items() if key not in known})
     names = _names(store, {record.timer_id for record in found})
     found = [replace(record, name=names.get(record.timer_id, "")) for record in found]
     return sorted(found, key=lambda record: (record.scheduled_at, record.shard), reverse=True)
+
+
+def _since(entries: Iterable[Mapping[str, str]], since_ms: int | None) -> list[Mapping[str, str]]:
+    """Return entries, which come newest first, up to a moment."""
+    if since_ms is None:
+        return list(entries)
+    return list(takewhile(lambda entry: int(entry["at"]) >= since_ms, entries))
 
 
 def _with_sending(record: RunRecord, sent: Mapping[tuple[str, datetime], _Sent]) -> RunRecord:
@@ -190,7 +207,11 @@ def _noted(entries: Iterable[Mapping[str, str]], timer_id: str | None) -> list[R
     records: dict[str, RunRecord] = {}
     before: dict[str, RunRecord] = {}  # they started, by another message say
     for entry in entries:
-        id, timer, due = entry.get("task_id", ""), entry.get("timer", ""), _moment(entry["due"])
+        id, timer, due = (
+            entry.get("task_id", ""),
+            entry.get("timer", ""),
+            _moment(entry.get("due", "")),
+        )
         state = entry.get("state", "")
         if due is None or (timer_id is not None and timer != timer_id):
             continue
@@ -236,9 +257,11 @@ def told(records: Iterable[RunRecord]) -> str:
 _Sent = tuple[datetime, str, str]  # when, by whom, number
 
 
-def _sent(store: Store, timer_id: str | None) -> dict[tuple[str, datetime], _Sent]:
+def _sent(
+    store: Store, timer_id: str | None, since_ms: int | None
+) -> dict[tuple[str, datetime], _Sent]:
     found: dict[tuple[str, datetime], _Sent] = {}
-    for entry in store.history_backwards():
+    for entry in _since(store.history_backwards(), since_ms):
         at = _moment(entry["at"])
         for line in entry.get("sent", "").split("\n"):
             match line.split(" "):
@@ -256,7 +279,7 @@ def _queued(store: Store, sent: Mapping[tuple[str, datetime], _Sent]) -> list[Ru
     records = []
     for (timer, due), (at, instance, number) in sent.items():
         state, task_id = states[timer], None
-        due_ms = round(due.timestamp() * 1000)
+        due_ms = to_ms(due)
         if state is not None and number.isdigit() and state.created_ms <= due_ms:
             service = store.settings.service
             nothing: Any = None
@@ -329,6 +352,14 @@ def definition_to_requeue(store: Store, row: Mapping[str, str]) -> Definition:
 
 
 # ------------------------------------------------------------------ lost runs
+
+
+def is_sent_again(store: Store, timer_id: str, resent: int) -> bool:
+    """Say whether a timer has its run sent again that was lost so many times before, and now."""
+    blob = store.definitions([timer_id])[0]
+    with contextlib.suppress(InvalidTimerError):
+        return blob is not None and resent < decode_definition(blob).policy.resend_lost
+    return False
 
 
 class LostRuns:

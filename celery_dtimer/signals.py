@@ -23,6 +23,7 @@ signal               in the           arguments
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from typing import Any
@@ -54,17 +55,20 @@ class _Teller:
     """Sends signals from a thread, for threads that a slow receiver must not hold up."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._untold: queue.Queue[tuple[Signal, str, dict[str, Any]]] = queue.Queue(_MOST_UNTOLD)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def tell(self, signal: Signal, sender: str, arguments: dict[str, Any]) -> None:
+        if self._pid != os.getpid():  # a fork has no threads, and locks that may be held for ever
+            self.__init__()  # type: ignore[misc]
         try:
             self._untold.put_nowait((signal, sender, arguments))
         except queue.Full:
-            logger.error("A receiver is too slow: %s is not told of %s", signal, arguments)
+            logger.error("A receiver of %s is too slow: it is not told of all", signal)
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dtimer-teller", daemon=True)
                 self._thread.start()
 

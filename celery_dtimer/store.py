@@ -1123,6 +1123,17 @@ class Store:
         )
         return bool(answer)
 
+    def out_run(self, task_id: str) -> OutRun | None:
+        """Return a run that is out, as far as that is stored; None when it is not out."""
+        with self._errors():
+            text = self.client.hget(self.keys("running"), task_id)
+        fields = (text or "").split(" ")
+        if len(fields) != 8 or not all(map(_is_whole, fields[1:7])):
+            return None
+        timer_id, *numbers, message = fields
+        scheduled_ms, number, shard, retries, resent, _ = map(int, numbers)
+        return OutRun(task_id, timer_id, scheduled_ms, number, shard, retries, resent, message)
+
     def renew_runs(self, runs: Sequence[tuple[str, str]], lease_ms: int) -> int:
         """Renew the leases of runs, given as task id and message; return how many it were."""
         return sum(
@@ -1133,8 +1144,11 @@ class Store:
     def open_runs(self, instance: str, epoch: int, runs: Sequence[HeldRun]) -> list[str]:
         """Note runs that are about to be sent; return the answers of ``open_runs.lua``."""
         lease_ms = round(self.settings.queued_lease * 1000)
-        arguments = [part for run in runs for part in (*run[:-1], " ".join(run.task_ids))]
-        return list(self._call("open_runs", instance, epoch, lease_ms, *arguments))
+        answers: list[str] = []
+        for batch in _held_chunks(runs):
+            arguments = [part for run in batch for part in (*run[:-1], " ".join(run.task_ids))]
+            answers += self._call("open_runs", instance, epoch, lease_ms, *arguments)
+        return answers
 
     def close_runs(self, instance: str, runs: Iterable[HeldRun]) -> None:
         """Forget runs that an instance has noted and does not send."""
@@ -1502,6 +1516,20 @@ def _expiry(moment_ms: int) -> int | None:
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _held_chunks(runs: Iterable[HeldRun]) -> Iterator[list[HeldRun]]:
+    """Yield runs of so many messages together that one call takes."""
+    batch: list[HeldRun] = []
+    size = 0
+    for run in runs:
+        if batch and size + len(run.task_ids) > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(run)
+        size += len(run.task_ids)
+    if batch:
+        yield batch
 
 
 def _sized_chunks(definitions: Iterable[Definition]) -> Iterator[list[Definition]]:

@@ -42,6 +42,7 @@ from celery_dtimer.model import (
     decode_definition,
     is_countdown_id,
     is_timer_id,
+    new_requeued_id,
     new_trigger_id,
     timer_id,
     to_datetime,
@@ -674,7 +675,7 @@ class DistributedTimer:
         definition = check_size(definition_to_requeue(self.store, row))
         parent = row.get("timer") or definition.id
         revision, blob = definition.revision, definition.blob
-        if not self.store.requeue(id, new_trigger_id(), parent, revision, blob):
+        if not self.store.requeue(id, new_requeued_id(), parent, revision, blob):
             raise TimerNotFoundError(f"no dead letter has the id {shown(id)} any more")
 
     def purge_dead_letters(self, before: datetime | None = None) -> int:
@@ -719,7 +720,7 @@ class DistributedTimer:
         near = timedelta(milliseconds=history.NEAR_MS)
         noted = told(
             record
-            for record in read_runs(self.store, state.id)
+            for record in read_runs(self.store, state.id, moment_ms - history.NEAR_MS)
             if abs(record.scheduled_at - to_datetime(moment_ms)) <= near
         )
         return f"{answer}; {noted}" if noted else answer
@@ -998,7 +999,7 @@ class DistributedTimer:
             None if moment is None else schedules.moment_ms(name, moment, self.app.timezone)
             for name, moment in (("after", after), ("before", before))
         )
-        calls = filter(matches, countdowns.pending(self.store, after_ms, before_ms))
+        calls = filter(matches, countdowns.pending(self._countdowns.store, after_ms, before_ms))
         return list(islice(calls, offset, None if limit is None else offset + limit))
 
     def cancel(self, task_id: str) -> bool:
@@ -1019,7 +1020,7 @@ class DistributedTimer:
         """
         if not isinstance(task_id, str) or not task_id:
             raise invalid("task_id", task_id, "the id of a task")
-        return self._countdowns.cancel([task_id], self.store)[0]
+        return self._countdowns.cancel([task_id])[0]
 
     # ------------------------------------------------------------ running
 

@@ -15,6 +15,7 @@ by then it is of no use. While Redis does not answer, tasks run as ever.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import defaultdict, deque
@@ -29,10 +30,11 @@ from kombu.utils import json
 
 from celery_dtimer import runs
 from celery_dtimer.errors import DistributedTimerError, StoreUnavailableError
+from celery_dtimer.messages import moment_of
 from celery_dtimer.model import to_ms
 from celery_dtimer.runs import DeadLetter, error_text, read_letter
 from celery_dtimer.settings import Settings
-from celery_dtimer.signals import timer_failed
+from celery_dtimer.signals import tell, timer_failed
 from celery_dtimer.store import OutRun, Store, encode_name
 from celery_dtimer.stores import ProcessStores
 from celery_dtimer.worker import LONGEST_WAIT, CallbackTimer, timer_of
@@ -50,6 +52,7 @@ _STATES = {
 _STARTED = "dtimer_started"  # the attribute of a request that says when it started
 _REPORT_MS = 5000  # that a worker has, after a task's time limit, to say so
 _RENEWALS = 3  # of a lease, within its time
+_RENEW_AGAIN = 1.0  # seconds until leases that could not be renewed are tried again
 _UNTIL_KNOWN = 0.3  # seconds between two looks for runs, until the first has shown its lease
 _MOST_UNREPORTED = 1000
 _LONGEST_CALL = 64 * 1024  # bytes of arguments that a dead letter keeps
@@ -120,7 +123,7 @@ class RunTracker:
         store = self._store(timer.service)
         queued_ms = 0 if store is None else round(store.settings.queued_lease * 1000)
         if isinstance(retval, Retry):
-            keep_ms = _until_retry(retval) + queued_ms
+            keep_ms = _until_retry(self._app, retval) + queued_ms
             error = error_text(retval.exc or retval)
         elif isinstance(retval, Reject):
             reason, requeue = retval.args
@@ -160,9 +163,20 @@ class RunTracker:
             self._fail_unknown(OutRun(task_id, worker=self._hostname), error, letter)
             return
         store = self._store(timer.service)
+        if store is not None and self._is_sent_again(store, timer.id, timer.resent):
+            self._end(store, _out_run(request, timer), runs.FAILED, None, error, 0, None)
+            return
         if store is not None:
             self._end(store, _out_run(request, timer), runs.FAILED, None, error, None, letter)
-        self._tell(timer.service, letter)
+        self._tell_soon(timer.service, letter)
+
+    def _is_sent_again(self, store: Store, timer_id: str, resent: int) -> bool:
+        """Say whether a run whose process is gone is left to the look for lost runs."""
+        try:
+            return runs.is_sent_again(store, timer_id, resent)
+        except DistributedTimerError as exc:
+            self._outages.note(exc)
+            return False
 
     def _fail_unknown(self, run: OutRun, error: str, letter: Mapping[str, str]) -> None:
         try:
@@ -170,10 +184,14 @@ class RunTracker:
                 store = self._store(service)
                 if store is None:
                     continue
-                self._end(store, run, runs.FAILED, None, error, None, letter)
-                found = read_letter(store, run.task_id)
-                if found is not None:
-                    timer_failed.send(sender=service, letter=found)
+                known = store.out_run(run.task_id)
+                if known is not None and runs.is_sent_again(store, known.timer_id, known.resent):
+                    self._end(store, run, runs.FAILED, None, error, 0, None)
+                elif known is not None:
+                    self._end(store, run, runs.FAILED, None, error, None, letter)
+                    found = read_letter(store, run.task_id)
+                    if found is not None:
+                        tell(timer_failed, service, letter=found)
         except DistributedTimerError as exc:
             self._outages.note(exc)
 
@@ -203,7 +221,7 @@ class RunTracker:
             letter = _letter(request, name, timer, runs.REJECTED, error, None, None)
             letter["call"] = ""  # the message was not read
             self._end(store, _out_run(request, timer), runs.REJECTED, None, error, None, letter)
-            self._tell(timer.service, letter)
+            self._tell_soon(timer.service, letter)
 
     def _on_worker_ready(self, sender: Any = None, **_: Any) -> None:
         if getattr(sender, "app", None) is self._app and self._renewals is None:
@@ -267,12 +285,11 @@ class RunTracker:
             self._outages.end()
 
     def _tell(self, service: str, letter: Mapping[str, str]) -> None:
-        if timer_failed.receivers:
-            now_ms = to_ms(datetime.now(timezone.utc))
-            stored = {"at": str(now_ms), **letter}
-            timer_failed.send(
-                sender=service, letter=DeadLetter.from_stored(letter["task_id"], stored)
-            )
+        timer_failed.send(sender=service, letter=_dead_letter(letter))
+
+    def _tell_soon(self, service: str, letter: Mapping[str, str]) -> None:
+        """Tell from another thread: this one serves the whole worker."""
+        tell(timer_failed, service, letter=_dead_letter(letter))
 
 
 class _Outages:
@@ -300,18 +317,26 @@ class _Backlog:
 
     def __init__(self, outages: _Outages) -> None:
         self._outages = outages
+        self._renew()
+
+    def _renew(self) -> None:
+        self._pid = os.getpid()
         self._reports: deque[Callable[[], Any]] = deque(maxlen=_MOST_UNREPORTED)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @property
     def is_waiting(self) -> bool:
+        if self._pid != os.getpid():  # a fork: these are its parent's, and a lock may be held
+            self._renew()
         return bool(self._reports)
 
     def add(self, report: Callable[[], Any]) -> None:
         with self._lock:
+            if len(self._reports) == _MOST_UNREPORTED:
+                logger.error("What became of a run is forgotten: too much is still to be noted")
             self._reports.append(report)
-            if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+            if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="dtimer-reports", daemon=True
                 )
@@ -362,8 +387,9 @@ class LeaseRenewals(threading.Thread):
         while not self._stopped.wait(self._pause):
             try:
                 self.step()
-            except DistributedTimerError as exc:  # the next round makes up for it
+            except DistributedTimerError as exc:  # a round that comes soon makes up for it
                 logger.debug("Leases of runs were not renewed: %s", exc)
+                self._pause = min(self._pause, _RENEW_AGAIN)
             except Exception:  # a header that was tampered with, say: the others go on
                 logger.exception("Leases of runs were not renewed")
 
@@ -432,12 +458,12 @@ def _time_limit(request: Any, task: Any) -> float | None:
     return hard
 
 
-def _until_retry(retry: Retry) -> int:
+def _until_retry(app: Celery, retry: Retry) -> int:
     """Return the ms until a task that asks for a retry is to be run."""
     when: Any = retry.when
     if isinstance(when, datetime):
-        aware = when if when.tzinfo else when.astimezone()
-        return max(0, round((aware - datetime.now(timezone.utc)).total_seconds() * 1000))
+        left = moment_of(app, when) - datetime.now(timezone.utc)
+        return max(0, round(left.total_seconds() * 1000))
     return round(float(when) * 1000) if isinstance(when, (int, float)) else 0
 
 
@@ -464,6 +490,11 @@ def _letter(
             "error": error,
         }
     return letter
+
+
+def _dead_letter(letter: Mapping[str, str]) -> DeadLetter:
+    now_ms = to_ms(datetime.now(timezone.utc))
+    return DeadLetter.from_stored(letter["task_id"], {"at": str(now_ms), **letter})
 
 
 def _call(args: Any, kwargs: Any) -> str:

@@ -26,14 +26,18 @@ for i = 5, #ARGV, 6 do
   if #others > 0 and overlap ~= 'cancel_other' then
     answer[#answer + 1] = 'busy'
   else
+    local texts, scores = {}, {} -- for one call each: calls are what a script's time goes into
     for shard, task in ipairs(tasks) do
       local holder = select(8, lease_of(task))
       if not holder or is_idle(holder) then
-        local text = table.concat({timer, due, number_, shard - 1, 0, resent, 0, '-' .. ARGV[2]}, ' ')
-        redis.pcall('HSET', RUNNING, task, text)
-        redis.pcall('ZADD', RUN_LEASES, whole(expiry), task)
-        redis.pcall('ZADD', open, whole(expiry), task)
+        add(texts, task, table.concat({timer, due, number_, shard - 1, 0, resent, 0, '-' .. ARGV[2]}, ' '))
+        add(scores, whole(expiry), task)
       end
+    end
+    if #texts > 0 then
+      redis.pcall('HSET', RUNNING, unpack(texts))
+      redis.pcall('ZADD', RUN_LEASES, unpack(scores))
+      redis.pcall('ZADD', open, unpack(scores))
     end
     answer[#answer + 1] = #others > 0 and 'cancel ' .. table.concat(others, ' ') or 'open'
   end

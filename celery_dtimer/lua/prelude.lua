@@ -296,10 +296,13 @@ local function close_run(task, timer)
   end
 end
 
--- The runs of a timer that are out, and the moment at which the first lease of them ends. `own` are left out.
+-- Runs of a timer that are out, so many at most, and the moment at which the first lease of them ends. `own` are left out.
+local MOST_RUNS = 1000
+
 local function others_out(timer, own)
   local found, first = {}, math.huge
-  local rows = redis.pcall('ZRANGEBYSCORE', key('open_runs', timer), '(' .. whole(NOW), '+inf', 'WITHSCORES')
+  local rows = redis.pcall('ZRANGEBYSCORE', key('open_runs', timer), '(' .. whole(NOW), '+inf', 'WITHSCORES', 'LIMIT',
+    0, MOST_RUNS + 1)
   for i = 1, rows.err and 0 or #rows, 2 do
     if not own[rows[i]] then
       found[#found + 1] = rows[i]
@@ -309,10 +312,10 @@ local function others_out(timer, own)
   return found, first
 end
 
--- Forget the runs of a timer that were noted and not sent yet.
+-- Forget the first runs of a timer that were noted and not started yet: others are found to be lost in time.
 local function drop_open_runs(timer)
   local open = key('open_runs', timer)
-  local tasks = redis.pcall('ZRANGE', open, 0, -1)
+  local tasks = redis.pcall('ZRANGE', open, 0, MOST_RUNS)
   for _, task in ipairs(tasks.err and {} or tasks) do
     if is_idle(select(8, lease_of(task))) then
       redis.pcall('HDEL', RUNNING, task)

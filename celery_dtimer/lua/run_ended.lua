@@ -29,12 +29,14 @@ if #ARGV > 14 then
   bury_letter(task, 'timer', timer, 'due', due, 'number', number_, 'task_id', task, 'retries', retries, 'where', ARGV[12],
     'error', ARGV[14], unpack(ARGV, 15))
 end
-if holder and not is_idle(holder) and holder ~= message then
+local is_earlier = known and tonumber(retries) < tonumber(known_retries)
+if is_earlier or (holder and not is_idle(holder) and holder ~= message) then
   return 0
 elseif keep == '' then
   close_run(task, timer)
 elseif known then
-  redis.call('HSET', RUNNING, task, table.concat({timer, due, number_, shard, retries, resent, 0, '-'}, ' '))
+  local try = whole(tonumber(retries) + (ARGV[8] == 'retried' and 1 or 0)) -- a duplicate of the one before is no retry
+  redis.call('HSET', RUNNING, task, table.concat({timer, due, number_, shard, try, resent, 0, '-'}, ' '))
   keep_lease(task, timer, NOW + tonumber(keep))
 end
 send_wake_ups()

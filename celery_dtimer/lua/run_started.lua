@@ -4,8 +4,8 @@
 -- ARGV[7] retries   ARGV[8] how often it was sent again   ARGV[9] ms within which it is to be back, 0 for no limit
 -- ARGV[10] ms of the lease   ARGV[11] the message, as a text without blanks   ARGV[12] 1 when the broker delivers it again
 -- ARGV[13] entries that the history keeps   ARGV[14] the worker
--- Returns 1, or 0 when another message of the run is being run, and this one is no later retry: then the lease stays that
--- one's.
+-- Returns 1, or 0 when another message of the run is being run, or waits for its retry, and this one is no later retry: then
+-- the lease stays as it is.
 -- Worst case: O(log runs that are out).
 
 local task, timer = ARGV[2], ARGV[3]
@@ -13,6 +13,9 @@ local retries, message = ARGV[7], ARGV[11]
 local known, _, _, _, known_retries, _, _, holder = lease_of(task)
 local expiry = tonumber(redis.call('ZSCORE', RUN_LEASES, task) or 0)
 note_run(ARGV[13], task, timer, ARGV[4], ARGV[5], ARGV[6], retries, 'started', 'worker', ARGV[14])
+if known and tonumber(retries) < tonumber(known_retries) then
+  return 0 -- a duplicate of an earlier try
+end
 local is_later = known and tonumber(retries) > tonumber(known_retries) -- the report of the try before is on its way
 if holder and not is_idle(holder) and holder ~= message and expiry > NOW and ARGV[12] ~= '1' and not is_later then
   return 0

@@ -197,6 +197,22 @@ def test_a_run_whose_worker_is_killed_is_lost_and_sent_again_if_asked(
     assert deployment.timers.get_dead_letters() == []
 
 
+def test_a_run_whose_process_is_gone_is_sent_again_if_asked(deployment: Deployment) -> None:
+    deployment.start_beat()
+    deployment.start_worker(*TWO)
+    run_once(deployment, "dies", "die", resend_lost=2)
+
+    def is_over() -> bool:
+        return bool(deployment.timers.get_dead_letters())
+
+    wait_until(is_over, "the run to be given up", 20)
+    entries = list(deployment.timers.store.run_history())
+    states = [entry["state"] for entry in reversed(entries)]
+    assert states.count("started") == 3
+    assert states.count("lost") == 2
+    assert len({entry["task_id"] for entry in entries}) == 1
+
+
 def test_the_worker_keeps_a_long_run_from_being_lost(deployment: Deployment) -> None:
     deployment.start_beat()
     deployment.start_worker(*TWO)

@@ -11,7 +11,7 @@ from celery.utils.dispatch import Signal
 
 from celery_dtimer import DistributedTimer, history, signals
 from celery_dtimer.membership import Identity, Membership
-from celery_dtimer.model import Run, to_datetime
+from celery_dtimer.model import Run, new_requeued_id, to_datetime
 from celery_dtimer.policy import Policy
 from celery_dtimer.publisher import BrokerDownError, RefusedError, UnsendableError
 from celery_dtimer.runs import DeadLetter, LostRuns, read_letters, read_runs
@@ -176,6 +176,35 @@ def test_a_run_that_could_not_be_sent_does_not_stand_in_its_own_way(
     broker.answers.clear()
     step_at(beat, 11)
     assert broker.slots() == [10]
+
+
+def test_a_run_that_is_skipped_after_all_is_forgotten(beat: Beat, broker: Broker) -> None:
+    policy = Policy(overlap="skip", grace_ms=5000)
+    timer = beat.service.add(every=10, policy=policy)
+    broker.answers["*"] = BrokerDownError("down")
+    step_at(beat, 10)
+    broker.answers.clear()
+    step_at(beat, 17)
+    assert beat.service.state(timer.id).skips == {"misfire": 1}
+    step_at(beat, 20)
+    assert broker.slots() == [20]
+
+
+def test_what_was_requeued_waits_for_the_run_that_is_out(beat: Beat, broker: Broker) -> None:
+    timer = beat.service.add("t", every=1000, policy=SKIP)
+    step_at(beat, 1000)
+    start(beat.service, broker.sent[0])
+    letter = {"reason": "failed", "task": "tasks.record"}
+    out = OutRun("old", timer.id, START_MS, 1, message="m0")
+    beat.service.store.run_ended(out, "failed", letter=letter)
+    ((id, _),) = beat.service.store.dead_letters()
+    again = new_requeued_id()
+    assert beat.service.store.requeue(id, again, timer.id, timer.revision, timer.blob)
+    step_at(beat, 1001)
+    assert len(broker.sent) == 1
+    end(beat.service, broker.sent[0])
+    step_at(beat, 1002)
+    assert broker.sent[1].identity == again
 
 
 def test_a_run_that_is_not_sent_after_all_is_forgotten(beat: Beat, broker: Broker) -> None:

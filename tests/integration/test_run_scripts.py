@@ -330,9 +330,12 @@ def test_run_ended_by_a_retry_keeps_the_lease_and_frees_the_message(
     start(service, run_of(timer, resent=2), limit=30)
     service.clock.advance(5)
     assert end(service, run_of(timer), runs.RETRIED, keep_ms=600 * SECOND)
-    assert line(service) == f"{START_MS} 1 0 0 2 0 -"
+    assert line(service) == f"{START_MS} 1 0 1 2 0 -"
     assert leases(service) == open_runs(service, timer) == {"task": 605}
     assert note(service, held(timer, "next")) == ["busy"]
+    assert not start(service, run_of(timer, message="a duplicate of the first try"))
+    assert not end(service, run_of(timer, message="a duplicate of the first try"), runs.IGNORED)
+    assert leases(service) == open_runs(service, timer) == {"task": 605}
     assert start(service, run_of(timer, message="m2", retries=1))
     assert line(service) == f"{START_MS} 1 0 1 0 0 m2"
 
@@ -903,10 +906,10 @@ def test_lose_spares_a_run_that_has_changed_since_it_was_read(
     service: Service, epoch: int, timer: Definition, lost: tuple[str, str], change: str
 ) -> None:
     if change == "taken over":
-        start(service, run_of(timer, message="m2"))
+        start(service, run_of(timer, message="m2", retries=1))
         service.clock.advance(RUN_LEASE)
     elif change == "ended":
-        end(service, run_of(timer))
+        end(service, run_of(timer, retries=1))
     elif change == "renewed":
         renew(service, ("task", "m1"))
     else:
