@@ -27,7 +27,7 @@ from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailabl
 from celery_dtimer.faults import point
 from celery_dtimer.model import Definition, Lease, Run, is_countdown_id, resent_of
 from celery_dtimer.overlaps import Overlaps
-from celery_dtimer.policy import PLAIN, Defaults
+from celery_dtimer.policy import Defaults
 from celery_dtimer.publisher import (
     BrokerDownError,
     Failure,
@@ -51,6 +51,7 @@ from celery_dtimer.store import (
     UnlinkedError,
     is_forbidden,
     is_passing,
+    refused,
 )
 
 logger = logging.getLogger(__name__)
@@ -383,9 +384,8 @@ class Dispatcher:
             self._on_progress()
         self._sort(planned, definitions)
         runs = [self._run(lease, each.timer, definitions[each.timer.id]) for each in planned]
-        if any(run.definition.policy is not PLAIN for run in runs):
-            planned, runs, put_off = self._overlaps.admit(lease, planned, runs)
-            settled += put_off
+        planned, runs, put_off = self._overlaps.admit(lease, planned, runs)
+        settled += put_off
         if self._announcer.is_heard:
             self._announcer.prepared(definitions, planned, runs)
         point("between_due_and_publish")
@@ -481,8 +481,7 @@ class Dispatcher:
         """Return what becomes of a run that the broker has refused: it is tried again, for long."""
         timer = planned.timer
         if timer.refusals < self._max_refusals:
-            delay_ms = round(planning.retry_delay(timer.refusals) * 1000)
-            return Settlement(timer, "refused", delay_ms=delay_ms)
+            return refused(timer)
         logger.error("Timer %s: a run was refused %s times: %s", timer.id, timer.refusals, why)
         skip = planning.refuse(planned.skip, timer.due_ms, planning.REFUSED)
         return planned._replace(done="dead", skip=skip, message=None, reason=why)
@@ -519,9 +518,9 @@ class Dispatcher:
             following = committed.turn
             self._sequence += 1
             self._on_progress()
-            refused = self._look_at(lease, settled, committed, tally)
-            if refused:
-                self._unsettled += refused
+            put_off = self._look_at(lease, settled, committed, tally)
+            if put_off:
+                self._unsettled += put_off
                 tally.is_cut_short = True
         point("after_commit")
         if following is None or tally.is_cut_short:
@@ -575,7 +574,7 @@ class Dispatcher:
         """Count and announce what was committed; return what is to be put off."""
         errors = iter(committed.errors)
         is_heard = self._announcer.is_heard
-        refused: list[Settlement] = []
+        put_off: list[Settlement] = []
         unsettled: list[str] = []
         for settlement, code in zip(batch, committed.codes, strict=True):
             message = settlement.message
@@ -587,7 +586,7 @@ class Dispatcher:
                 if is_countdown_id(settlement.timer.id):
                     self._definitions.forget(settlement.timer.id)
             elif code == PUSH_REFUSED:
-                refused.extend(self._refused_push(settlement, next(errors), tally))
+                put_off.extend(self._refused_push(settlement, next(errors), tally))
                 continue
             else:
                 unsettled.append(f"{settlement.timer.id} ({COMMIT_REFUSALS[code]})")
@@ -596,7 +595,7 @@ class Dispatcher:
                 tally.counts[settlement.done] += 1
         if unsettled:
             logger.info("%s timers were not committed: %s ...", len(unsettled), unsettled[0])
-        return refused
+        return put_off
 
     def _refused_push(
         self, settlement: Settlement, error: str, tally: _Tally

@@ -56,15 +56,21 @@ class Skipped(NamedTuple):
 def records(entries: Iterable[Mapping[str, str]], id: str) -> Iterator[Sent | Skipped]:
     """Yield what entries of the history say of a timer, but for lines that were edited by hand."""
     for entry in entries:
-        at_ms, instance = int(entry["at"]), entry.get("instance", "")
-        for line in entry.get("sent", "").split("\n"):
-            match line.split(" "):
-                case [timer, scheduled, number] if timer == id and _are_whole([scheduled], 1):
-                    yield Sent(at_ms, instance, int(scheduled), number)
+        at_ms = int(entry["at"])
+        yield from (run for _, run in sent_in(entry, id))
         for line in entry.get("skipped", "").split("\n"):
             match line.split(" "):
                 case [timer, reason, *numbers] if timer == id and _are_whole(numbers, 3):
                     yield Skipped(at_ms, reason, *map(int, numbers))
+
+
+def sent_in(entry: Mapping[str, str], id: str | None = None) -> Iterator[tuple[str, Sent]]:
+    """Yield what an entry says was sent, of one timer or of all, with the timers' ids."""
+    at_ms, instance = int(entry["at"]), entry.get("instance", "")
+    for line in entry.get("sent", "").split("\n"):
+        match line.split(" "):
+            case [timer, scheduled, number] if id in (None, timer) and _are_whole([scheduled], 1):
+                yield timer, Sent(at_ms, instance, int(scheduled), number)
 
 
 def _are_whole(texts: list[str], count: int) -> bool:

@@ -558,6 +558,14 @@ class Run(NamedTuple):
         return uuid_text(hashlib.sha1(_RUNS + name.encode()).hexdigest(), 5)  # noqa: S324 - RFC 9562
 
     @property
+    def parts(self) -> Sequence[Run]:
+        """The shards of the run, itself when it has but one: a message each."""
+        total = self.definition.policy.shards
+        if total == 1:
+            return (self,)
+        return [self._replace(shard_index=index, shard_total=total) for index in range(total)]
+
+    @property
     def header(self) -> dict[str, Any]:
         """The ``dtimer`` header of the message."""
         header: dict[str, Any] = {

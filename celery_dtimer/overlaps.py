@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from celery_dtimer import planning
 from celery_dtimer.model import Lease, Run, is_requeued
-from celery_dtimer.policy import BUFFER_ONE
-from celery_dtimer.store import COMMITTED, HeldRun, Settlement, Store
+from celery_dtimer.policy import BUFFER_ONE, PLAIN
+from celery_dtimer.store import COMMITTED, HeldRun, Settlement, Store, refused
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,7 @@ class Overlaps:
             if answer.startswith("cancel "):
                 cancelling[place] = answer.split(" ")[1:]
         if cancelling and not self._cancel([id for ids in cancelling.values() for id in ids]):
-            for place in cancelling:
-                timer = planned[place].timer
-                delay_ms = round(planning.retry_delay(timer.refusals) * 1000)
-                settled[place] = Settlement(timer, "refused", delay_ms=delay_ms)
+            settled |= {place: refused(planned[place].timer) for place in cancelling}
         places = [place for place in range(len(runs)) if place not in settled]
         return (
             [planned[place] for place in places],
@@ -91,23 +88,18 @@ class Overlaps:
 
 
 def _is_held(run: Run) -> bool:
-    return run.definition.policy.is_held
+    policy = run.definition.policy
+    return policy is not PLAIN and policy.is_held  # most are plain: they are not to be asked
 
 
 def _held(run: Run) -> HeldRun:
-    total = run.definition.policy.shards
-    shards = (
-        [run]
-        if total == 1
-        else [run._replace(shard_index=index, shard_total=total) for index in range(total)]
-    )
     return HeldRun(
         run.timer_id,
         run.scheduled_ms,
         run.number,
         run.definition.policy.overlap,
         run.resent,
-        tuple(shard.task_id for shard in shards),
+        tuple(part.task_id for part in run.parts),
     )
 
 

@@ -193,7 +193,7 @@ class Publisher:
                 continue
             kind = self._kind(run.definition)
             if not kind.is_known and not _is_lazy(run.definition):
-                self._built_part(_parts(run)[0])  # and not sent: the kind learns from it
+                self._built_part(run.parts[0])  # and not sent: the kind learns from it
             self._template(run)
 
     def _rendered(self, run: Run, tag: str) -> Message | None:
@@ -205,7 +205,7 @@ class Publisher:
         total = run.definition.policy.shards
         if total == 1:
             return Message(targets, (template.render(run, tag),))
-        values = map(template.render, _parts(run), new_tags(total))
+        values = map(template.render, run.parts, new_tags(total))
         return Message(targets * total, tuple(values))
 
     def _template(self, run: Run) -> tuple[Any, Template] | None:
@@ -290,9 +290,7 @@ class Publisher:
         self._limit(connection)
         capture(transport)
         try:
-            # Each host once: connect() itself would try again two seconds later.
-            hosts = len(connection.alt or ()) or 1
-            connection.ensure_connection(max_retries=hosts - 1, interval_start=0)
+            _open(connection)
             producer = stopping_producer(self._app, connection)
             channel = producer.channel  # opens it now, so that an unreachable broker shows here
             if transport.driver_type == "amqp":
@@ -318,8 +316,7 @@ class Publisher:
         """
         with self._app.connection_for_write() as connection:
             self._limit(connection)
-            hosts = len(connection.alt or ()) or 1
-            connection.ensure_connection(max_retries=hosts - 1, interval_start=0)
+            _open(connection)
             self._app.control.revoke(list(task_ids), terminate=True, connection=connection)
         self._on_progress()
 
@@ -332,7 +329,7 @@ class Publisher:
     def _built(self, run: Run) -> Message | Failure:
         """Build a run's messages through Celery; return why not when that fails."""
         built: list[Message] = []
-        for part in _parts(run):
+        for part in run.parts:
             message = self._built_part(part)
             if not isinstance(message, Message):
                 return message
@@ -423,7 +420,7 @@ class Publisher:
             if time.monotonic() > deadline:
                 break
             outcome: Outcome = None
-            for part in _parts(run):
+            for part in run.parts:
                 if not may_send():
                     return outcomes
                 outcome = self._send(part)
@@ -506,7 +503,7 @@ class Publisher:
         """
         place = len(outcomes) - 1
         destination = self._destination(run.definition)
-        for part in _parts(run):
+        for part in run.parts:
             if not may_send():
                 return False
             if destination is None or destination not in self._declared:
@@ -772,14 +769,6 @@ def _together(messages: Sequence[Message]) -> Message:
     )
 
 
-def _parts(run: Run) -> Sequence[Run]:
-    """Return the shards of a run, itself when it has but one."""
-    total = run.definition.policy.shards
-    if total == 1:
-        return (run,)
-    return [run._replace(shard_index=index, shard_total=total) for index in range(total)]
-
-
 def _batches(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
     """Cut runs so that not too many messages are built at a time."""
     start = count = 0
@@ -976,6 +965,12 @@ def _destination(app: Celery, task: str, options: Mapping[str, Any]) -> tuple[An
         return None
     destination = (task, *(options.get(name) for name in ("queue", "exchange", "routing_key")))
     return destination if all(isinstance(part, str | None) for part in destination) else None
+
+
+def _open(connection: Any) -> None:
+    """Connect, trying each host once: connect() itself would try again two seconds later."""
+    hosts = len(connection.alt or ()) or 1
+    connection.ensure_connection(max_retries=hosts - 1, interval_start=0)
 
 
 def _failures_of(transport: Any) -> tuple[type[BaseException], ...]:

@@ -24,8 +24,10 @@ from typing import Any
 
 from kombu.utils import json
 
+from celery_dtimer import history
 from celery_dtimer.errors import InvalidTimerError, shown
 from celery_dtimer.model import (
+    LAST_MS,
     Definition,
     Lease,
     Run,
@@ -35,7 +37,7 @@ from celery_dtimer.model import (
     to_ms,
 )
 from celery_dtimer.signals import tell, timer_failed
-from celery_dtimer.store import Store
+from celery_dtimer.store import OutRun, Store, maybe_whole, out_run
 
 logger = logging.getLogger(__name__)
 
@@ -106,15 +108,15 @@ class DeadLetter:
             timer_id=row.get("timer", ""),
             reason=row.get("reason", ""),
             error=row.get("error", ""),
-            at=to_datetime(_whole(row.get("at", "")) or 0),
+            at=to_datetime(maybe_whole(row.get("at", "")) or 0),
             name=row.get("name", "") or name or (own.name if own is not None else ""),
             scheduled_at=_moment(row.get("due", "")),
-            number=_whole(row.get("number", "")),
+            number=maybe_whole(row.get("number", "")),
             task_id=own.name if own is not None and is_call else row.get("task_id"),
             task=row.get("task", "") or (own.task if own is not None else ""),
             args=None if call is None else call[0],
             kwargs=None if call is None else call[1],
-            retries=_whole(row.get("retries", "")) or 0,
+            retries=maybe_whole(row.get("retries", "")) or 0,
             where=row.get("where", ""),
         )
 
@@ -147,15 +149,9 @@ def _call_of(text: str) -> tuple[list[Any], dict[str, Any]] | None:
     return (args, kwargs) if isinstance(args, list) and isinstance(kwargs, dict) else None
 
 
-def _whole(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else None
-
-
 def _moment(text: str) -> datetime | None:
-    moment_ms = _whole(text)
-    with contextlib.suppress(OverflowError):
-        return None if moment_ms is None else to_datetime(moment_ms)
-    return None
+    moment_ms = maybe_whole(text)
+    return None if moment_ms is None else to_datetime(moment_ms)
 
 
 # ------------------------------------------------------------------ records
@@ -207,17 +203,14 @@ def _noted(entries: Iterable[Mapping[str, str]], timer_id: str | None) -> list[R
     records: dict[str, RunRecord] = {}
     before: dict[str, RunRecord] = {}  # they started, by another message say
     for entry in entries:
-        id, timer, due = (
-            entry.get("task_id", ""),
-            entry.get("timer", ""),
-            _moment(entry.get("due", "")),
-        )
+        id, timer = entry.get("task_id", ""), entry.get("timer", "")
+        due = _moment(entry.get("due", ""))
         state = entry.get("state", "")
         if due is None or (timer_id is not None and timer != timer_id):
             continue
         known = records.get(id)
-        record = known or RunRecord(timer, due, state, _whole(entry.get("number", "")), id)
-        at, retries = _moment(entry["at"]), _whole(entry.get("retries", "")) or 0
+        record = known or RunRecord(timer, due, state, maybe_whole(entry.get("number", "")), id)
+        at, retries = _moment(entry["at"]), maybe_whole(entry.get("retries", "")) or 0
         if known is not None and retries < known.retries:
             continue  # the report of an earlier try, which the next one has overtaken
         if state == STARTED:
@@ -228,7 +221,7 @@ def _noted(entries: Iterable[Mapping[str, str]], timer_id: str | None) -> list[R
             records[id] = before.pop(id)  # it was a duplicate
             continue
         else:
-            took = _whole(entry.get("took", ""))
+            took = maybe_whole(entry.get("took", ""))
             record = replace(record, ended_at=at, took=None if took is None else took / 1000)
         records[id] = replace(
             record,
@@ -236,7 +229,7 @@ def _noted(entries: Iterable[Mapping[str, str]], timer_id: str | None) -> list[R
             worker=entry.get("worker") or record.worker,
             error=entry.get("error"),
             retries=retries,
-            shard=_whole(entry.get("shard", "")) or 0,
+            shard=maybe_whole(entry.get("shard", "")) or 0,
         )
     return list(records.values())
 
@@ -262,13 +255,10 @@ def _sent(
 ) -> dict[tuple[str, datetime], _Sent]:
     found: dict[tuple[str, datetime], _Sent] = {}
     for entry in _since(store.history_backwards(), since_ms):
-        at = _moment(entry["at"])
-        for line in entry.get("sent", "").split("\n"):
-            match line.split(" "):
-                case [timer, scheduled, number] if timer_id in (None, timer):
-                    due = _moment(scheduled)
-                    if due is not None and at is not None:
-                        found.setdefault((timer, due), (at, entry.get("instance", ""), number))
+        for timer, run in history.sent_in(entry, timer_id):
+            if max(run.scheduled_ms, run.at_ms) <= LAST_MS:  # else it was edited by hand
+                due, at = to_datetime(run.scheduled_ms), to_datetime(run.at_ms)
+                found.setdefault((timer, due), (at, run.instance, run.number))
     return found
 
 
@@ -384,20 +374,18 @@ class LostRuns:
 
     def _lose(self, lease: Lease, row: tuple[str, str], blob: str | None) -> int:
         task_id, text = row
-        fields = text.split(" ")
-        if len(fields) != _FIELDS:  # edited by hand: the script drops it
-            fields = ["", "", "", "", "", "0", "", "-"]
+        run = out_run(task_id, text) or OutRun(task_id, message="-")  # the script drops nonsense
         definition = None
         with contextlib.suppress(InvalidTimerError):
             definition = decode_definition(blob) if blob else None
-        times = (_whole(fields[5]) or 0) + 1
+        times = run.resent + 1
         again = definition is not None and times <= definition.policy.resend_lost
         resent = resent_id(times, task_id) if again else ""
         settings = self._store.settings
         why = (
-            f"no worker has started it within {settings.queued_lease:g} s"
-            if fields[7].startswith("-")
-            else "its worker did not renew its lease, or its time limit is over"
+            "its worker did not renew its lease, or its time limit is over"
+            if run.is_started
+            else f"no worker has started it within {settings.queued_lease:g} s"
         )
         name = "" if definition is None else definition.name
         code = self._store.lose(
@@ -413,5 +401,4 @@ class LostRuns:
         return int(code > 0)
 
 
-_FIELDS = 8  # that are stored of a run that is out
 _LOST, _SENT_AGAIN = 1, 2

@@ -85,6 +85,7 @@ _SCRIPTS = (
     *("requeue", "purge_dead"),
 )
 _FENCED, _BUSY, _UNLINKED = -1, -2, -3
+_OUT_FIELDS = 8  # what ``running`` says of a run
 _WAITS = "waits"  # in the place of the number of refusals
 _SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
 
@@ -337,6 +338,11 @@ class Settlement(NamedTuple):
         return Settlement(*self[:-1], message)
 
 
+def refused(timer: DueTimer) -> Settlement:
+    """Return how a timer is settled whose run was refused: it is tried again later and later."""
+    return Settlement(timer, "refused", delay_ms=round(planning.retry_delay(timer.refusals) * 1000))
+
+
 class OutRun(NamedTuple):
     """A run that is out, as its message tells the worker."""
 
@@ -347,8 +353,23 @@ class OutRun(NamedTuple):
     shard: int = 0
     retries: int = 0
     resent: int = 0  #: how often it was lost before, and sent again
-    message: str = "?"  #: tells a message of the run from others, without blanks
+    message: str = "?"  #: tells a message of the run from others, without blanks; "-…" for none
     worker: str = ""
+
+    @property
+    def is_started(self) -> bool:
+        """Say whether a message of it is being run."""
+        return not self.message.startswith("-")
+
+
+def out_run(task_id: str, text: str) -> OutRun | None:
+    """Return a run that is out, of what ``running`` says of it; None when that is nonsense."""
+    fields = text.split(" ")
+    if len(fields) != _OUT_FIELDS or not all(map(_is_whole, fields[1:-1])):
+        return None
+    timer_id, *numbers, message = fields
+    scheduled_ms, number, shard, retries, resent, _ = map(int, numbers)
+    return OutRun(task_id, timer_id, scheduled_ms, number, shard, retries, resent, message)
 
 
 class HeldRun(NamedTuple):
@@ -808,7 +829,7 @@ class Store:
             return written
 
         try:
-            for batch in _sized_chunks(definitions):
+            for batch in _sized_chunks(definitions, _size_of, _BATCH_BYTES, _UPSERTS):
                 asks = bool(last_runs_ms) or any(map(planning.needs_time, batch))
                 now_ms = self.now_ms() if asks else 0
                 writing.append(self._begin_write(batch, arm, static_source, now_ms))
@@ -1127,12 +1148,7 @@ class Store:
         """Return a run that is out, as far as that is stored; None when it is not out."""
         with self._errors():
             text = self.client.hget(self.keys("running"), task_id)
-        fields = (text or "").split(" ")
-        if len(fields) != 8 or not all(map(_is_whole, fields[1:7])):
-            return None
-        timer_id, *numbers, message = fields
-        scheduled_ms, number, shard, retries, resent, _ = map(int, numbers)
-        return OutRun(task_id, timer_id, scheduled_ms, number, shard, retries, resent, message)
+        return out_run(task_id, text or "")
 
     def renew_runs(self, runs: Sequence[tuple[str, str]], lease_ms: int) -> int:
         """Renew the leases of runs, given as task id and message; return how many it were."""
@@ -1145,7 +1161,7 @@ class Store:
         """Note runs that are about to be sent; return the answers of ``open_runs.lua``."""
         lease_ms = round(self.settings.queued_lease * 1000)
         answers: list[str] = []
-        for batch in _held_chunks(runs):
+        for batch in _sized_chunks(runs, _messages_of, BATCH, BATCH):
             arguments = [part for run in batch for part in (*run[:-1], " ".join(run.task_ids))]
             answers += self._call("open_runs", instance, epoch, lease_ms, *arguments)
         return answers
@@ -1425,10 +1441,10 @@ def _state(id: str, row: object) -> TimerState | None:
         status=row.get("status", "broken"),
         revision=row["revision"],
         created_ms=_number(row.get("created", "")),
-        due_ms=_maybe_int(row.get("due", "")),
-        at_ms=_maybe_int(row.get("at", "")),
-        last_run_ms=_maybe_int(row.get("last_run", "")),
-        last_sent_ms=_maybe_int(row.get("last_sent", "")),
+        due_ms=maybe_whole(row.get("due", "")),
+        at_ms=maybe_whole(row.get("at", "")),
+        last_run_ms=maybe_whole(row.get("last_run", "")),
+        last_sent_ms=maybe_whole(row.get("last_sent", "")),
         runs=_number(row.get("runs", "")),
         skips={
             field.removeprefix(_SKIPPED): _number(count)
@@ -1449,7 +1465,8 @@ def _is_whole(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 15 and int(text) <= LAST_MS
 
 
-def _maybe_int(text: str) -> int | None:
+def maybe_whole(text: str) -> int | None:
+    """Return the number in a field, None when no script could have written it."""
     return int(text) if _is_whole(text) else None
 
 
@@ -1518,28 +1535,29 @@ def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _held_chunks(runs: Iterable[HeldRun]) -> Iterator[list[HeldRun]]:
-    """Yield runs of so many messages together that one call takes."""
-    batch: list[HeldRun] = []
-    size = 0
-    for run in runs:
-        if batch and size + len(run.task_ids) > BATCH:
-            yield batch
-            batch, size = [], 0
-        batch.append(run)
-        size += len(run.task_ids)
-    if batch:
-        yield batch
+def _size_of(definition: Definition) -> int:
+    return len(definition.blob)
 
 
-def _sized_chunks(definitions: Iterable[Definition]) -> Iterator[list[Definition]]:
-    batch: list[Definition] = []
-    size = 0
-    for definition in definitions:
-        if batch and (len(batch) == _UPSERTS or size + len(definition.blob) > _BATCH_BYTES):
+def _messages_of(run: HeldRun) -> int:
+    return len(run.task_ids)
+
+
+_Item = TypeVar("_Item")
+
+
+def _sized_chunks(
+    items: Iterable[_Item], size_of: Callable[[_Item], int], most: int, count: int
+) -> Iterator[list[_Item]]:
+    """Yield items in lists of so many, and of so much in all, at most; a larger one goes alone."""
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if batch and (len(batch) == count or total + size > most):
             yield batch
-            batch, size = [], 0
-        batch.append(definition)
-        size += len(definition.blob)
+            batch, total = [], 0
+        batch.append(item)
+        total += size
     if batch:
         yield batch

@@ -460,10 +460,7 @@ class DistributedTimer:
         options: dict[str, Any],
     ) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         """Return task name, arguments and options, with a signature's own taken in."""
-        if args is not None and (isinstance(args, (str, bytes)) or not isinstance(args, Sequence)):
-            raise invalid("args", args, "a list or tuple")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise invalid("kwargs", kwargs, "a dict")
+        _check_arguments(args, kwargs)
         given = (tuple(args or ()), dict(kwargs or {}), options)
         if not isinstance(callback, Signature):
             return self._task_name_of(callback), *given
@@ -976,10 +973,7 @@ class DistributedTimer:
             InvalidTimerError: a filter cannot be used.
         """
         _check_page(offset, limit)
-        if args is not None and (isinstance(args, (str, bytes)) or not isinstance(args, Sequence)):
-            raise invalid("args", args, "a list or tuple")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise invalid("kwargs", kwargs, "a dict")
+        _check_arguments(args, kwargs)
         if queue is not None and not isinstance(queue, str):
             raise invalid("queue", queue, "the name of a queue")
         wanted_task = None if task is None else self._task_name_of(task)
@@ -1099,6 +1093,13 @@ def _check_timing(schedule: Any, keywords: Mapping[str, Any]) -> None:
         bound=True,
     )
     check_policy(rules, rule)
+
+
+def _check_arguments(args: object, kwargs: object) -> None:
+    if args is not None and (isinstance(args, (str, bytes)) or not isinstance(args, Sequence)):
+        raise invalid("args", args, "a list or tuple")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise invalid("kwargs", kwargs, "a dict")
 
 
 def _check_page(offset: object, limit: object) -> None:

@@ -213,9 +213,8 @@ class RunTracker:
             return
         fields = {"properties": message.properties or {}, "hostname": sender.hostname, "id": id}
         request = Context({**headers, **fields})
-        timer, store = timer_of(request), None
-        if timer is not None:
-            store = self._store(timer.service)
+        timer = timer_of(request)
+        store = None if timer is None else self._store(timer.service)
         if timer is not None and store is not None:
             error = f"the worker knows no task {name!r}"
             letter = _letter(request, name, timer, runs.REJECTED, error, None, None)

@@ -260,8 +260,8 @@ def callback_body(
         if request is None:
             return function(*args, **kwargs)
         timer = timer_of(request)
-        is_new = admit is not None and getattr(request, _ADMITTED, None) is not True
-        if timer is not None and admit is not None and is_new:
+        is_new = getattr(request, _ADMITTED, None) is not True
+        if admit is not None and timer is not None and is_new:
             admit(request, timer)
             setattr(request, _ADMITTED, True)
         policy = _retries_of(request, own)

@@ -181,10 +181,10 @@ local function move_on(timer, name, row, due, done, detail)
   end
   if reason ~= '-' then
     passed = passed + tonumber(runs)
-    local parent = fields(name, 'parent')[1]
     if is_countdown(timer) then
       count('skipped_' .. reason, runs)
     else
+      local parent = fields(name, 'parent')[1]
       note_skipped(parent and call('EXISTS', key('timer', parent)) == 1 and parent or timer, reason, runs, first, last)
     end
   end
@@ -195,11 +195,16 @@ local function move_on(timer, name, row, due, done, detail)
   end
 end
 
-local function postpone(timer, name, row, delay)
-  local at = whole(NOW + number(delay, 0))
-  call('HSET', name, 'at', at, 'attempts', whole(number(row[8], 0) + 1))
+-- Let a timer be looked at later for the run that is due, and note why: how often it was refused, or that it waits.
+local function put_off(timer, name, at, attempts)
+  call('HSET', name, 'at', at, 'attempts', attempts)
   call('ZADD', QUEUE, at, timer)
   call('ZADD', own_timers, at, timer)
+end
+
+local function postpone(timer, name, row, delay)
+  local at = whole(NOW + number(delay, 0))
+  put_off(timer, name, at, whole(number(row[8], 0) + 1))
   return at
 end
 
@@ -210,10 +215,7 @@ local function wait(timer, name, row, tasks)
     own[task] = true
   end
   local _, first = others_out(fields(name, 'parent')[1] or timer, own)
-  local at = whole(first == math.huge and NOW or first)
-  call('HSET', name, 'at', at, 'attempts', 'waits')
-  call('ZADD', QUEUE, at, timer)
-  call('ZADD', own_timers, at, timer)
+  put_off(timer, name, whole(first == math.huge and NOW or first), 'waits')
 end
 
 local others

@@ -16,8 +16,7 @@ if not expiry or tonumber(expiry) > NOW or (redis.call('HGET', RUNNING, task) or
 end
 local timer, due, number_, shard, retries = lease_of(task)
 if not timer then -- edited by hand
-  redis.call('HDEL', RUNNING, task)
-  redis.call('ZREM', RUN_LEASES, task)
+  drop_lease(task)
   return 0
 end
 local row = fields(key('timer', timer), 'status', 'revision')

@@ -30,7 +30,7 @@ for i = 5, #ARGV, 6 do
     for shard, task in ipairs(tasks) do
       local holder = select(8, lease_of(task))
       if not holder or is_idle(holder) then
-        add(texts, task, table.concat({timer, due, number_, shard - 1, 0, resent, 0, '-' .. ARGV[2]}, ' '))
+        add(texts, task, lease_text(timer, due, number_, shard - 1, 0, resent, 0, '-' .. ARGV[2]))
         add(scores, whole(expiry), task)
       end
     end

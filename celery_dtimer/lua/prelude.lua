@@ -262,13 +262,27 @@ local function lease_of(task)
   return string.match(type(text) == 'string' and text or '', LEASE)
 end
 
+-- What RUNNING is to say of a run: the values of LEASE.
+local function lease_text(...)
+  return table.concat({...}, ' ')
+end
+
 local function is_idle(holder)
   return string.sub(holder or '', 1, 1) == '-'
 end
 
-local function keep_lease(task, timer, expiry)
+-- Let a lease go on, until the run is to be back at the latest.
+local function keep_lease(task, timer, expiry, deadline)
+  if deadline > 0 then
+    expiry = math.min(deadline, expiry)
+  end
   redis.call('ZADD', RUN_LEASES, whole(expiry), task)
   redis.call('ZADD', key('open_runs', timer), 'XX', whole(expiry), task)
+end
+
+local function drop_lease(task)
+  redis.pcall('HDEL', RUNNING, task)
+  redis.pcall('ZREM', RUN_LEASES, task)
 end
 
 -- Let a timer, and its triggers, that wait for the end of a run be looked at now.
@@ -289,8 +303,7 @@ end
 
 -- End the lease of a run.
 local function close_run(task, timer)
-  redis.pcall('HDEL', RUNNING, task)
-  redis.pcall('ZREM', RUN_LEASES, task)
+  drop_lease(task)
   if redis.pcall('ZREM', key('open_runs', timer), task) == 1 then
     end_waiting(timer)
   end
@@ -318,8 +331,7 @@ local function drop_open_runs(timer)
   local tasks = redis.pcall('ZRANGE', open, 0, MOST_RUNS)
   for _, task in ipairs(tasks.err and {} or tasks) do
     if is_idle(select(8, lease_of(task))) then
-      redis.pcall('HDEL', RUNNING, task)
-      redis.pcall('ZREM', RUN_LEASES, task)
+      drop_lease(task)
     end
   end
   redis.call('DEL', open)

@@ -13,9 +13,9 @@ for i = 3, #ARGV, 2 do
   local expiry = tonumber(timer and redis.call('ZSCORE', RUN_LEASES, task) or 0)
   if timer and (deadline == 0 or deadline > NOW) and (holder == message or expiry <= NOW) then
     if holder ~= message then
-      redis.call('HSET', RUNNING, task, table.concat({timer, due, number_, shard, retries, resent, whole(deadline), message}, ' '))
+      redis.call('HSET', RUNNING, task, lease_text(timer, due, number_, shard, retries, resent, whole(deadline), message))
     end
-    keep_lease(task, timer, deadline > 0 and math.min(deadline, until_ms) or until_ms)
+    keep_lease(task, timer, until_ms, deadline)
     renewed = renewed + 1
   end
 end

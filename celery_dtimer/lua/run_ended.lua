@@ -36,8 +36,8 @@ elseif keep == '' then
   close_run(task, timer)
 elseif known then
   local try = whole(tonumber(retries) + (ARGV[8] == 'retried' and 1 or 0)) -- a duplicate of the one before is no retry
-  redis.call('HSET', RUNNING, task, table.concat({timer, due, number_, shard, try, resent, 0, '-'}, ' '))
-  keep_lease(task, timer, NOW + tonumber(keep))
+  redis.call('HSET', RUNNING, task, lease_text(timer, due, number_, shard, try, resent, 0, '-'))
+  keep_lease(task, timer, NOW + tonumber(keep), 0)
 end
 send_wake_ups()
 return 1

@@ -22,7 +22,6 @@ if holder and not is_idle(holder) and holder ~= message and expiry > NOW and ARG
 end
 local limit = tonumber(ARGV[9])
 local deadline = limit > 0 and NOW + limit or 0
-local until_ms = NOW + tonumber(ARGV[10])
-redis.call('HSET', RUNNING, task, table.concat({timer, ARGV[4], ARGV[5], ARGV[6], retries, ARGV[8], whole(deadline), message}, ' '))
-keep_lease(task, timer, deadline > 0 and math.min(deadline, until_ms) or until_ms)
+redis.call('HSET', RUNNING, task, lease_text(timer, ARGV[4], ARGV[5], ARGV[6], retries, ARGV[8], whole(deadline), message))
+keep_lease(task, timer, NOW + tonumber(ARGV[10]), deadline)
 return 1

@@ -483,16 +483,22 @@ def test_run_ended_lost_or_closed_lets_a_timer_that_waits_be_looked_at_and_wakes
     assert (due.id, due.due_ms, due.has_waited) == (waiting.id, due_ms, True)
 
 
-def test_run_ended_lets_triggers_that_wait_be_looked_at(
-    service: Service, epoch: int, timer: Definition
-) -> None:
+@pytest.fixture
+def waiting_trigger(service: Service, epoch: int, timer: Definition) -> str:
+    """A trigger that waits for the end of a run of its timer."""
     note(service, held(timer))
     trigger = service.trigger(timer)
     let_wait(service, epoch, timer, "next")
     assert service.state(trigger).at_ms == START_MS + QUEUED_LEASE * SECOND
+    return trigger
+
+
+def test_run_ended_lets_triggers_that_wait_be_looked_at(
+    service: Service, timer: Definition, waiting_trigger: str
+) -> None:
     service.clock.advance(5)
     assert "a" in woken_by(service, lambda: end(service, run_of(timer)))
-    assert is_at_once(service, trigger)
+    assert is_at_once(service, waiting_trigger)
     assert service.state(timer.id).at_ms == START_MS + 3600 * SECOND, "it did not wait"
 
 
@@ -1274,12 +1280,9 @@ def test_commit_of_a_timer_that_waits_for_a_lease_that_is_over_is_looked_at_now(
 
 
 def test_commit_of_a_trigger_that_waits_waits_for_its_timer(
-    service: Service, epoch: int, timer: Definition
+    service: Service, timer: Definition, waiting_trigger: str
 ) -> None:
-    note(service, held(timer))
-    trigger = service.trigger(timer)
-    let_wait(service, epoch, timer, "next")
-    assert service.state(trigger).at_ms == START_MS + QUEUED_LEASE * SECOND
+    assert service.state(waiting_trigger).at_ms == START_MS + QUEUED_LEASE * SECOND
     assert service.state(timer.id).at_ms == START_MS + 3600 * SECOND
 
 
