@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from celery_dtimer.model import Definition, Run, to_datetime
+from celery_dtimer.model import Definition, Run, is_countdown_id, to_datetime
 from celery_dtimer.runs import DeadLetter
 from celery_dtimer.signals import tell, timer_due, timer_failed, timer_sent, timer_skipped
 from celery_dtimer.store import Settlement
@@ -71,6 +71,7 @@ class Announcer:
                 name=name,
                 scheduled_at=to_datetime(timer.due_ms) if timer.is_readable else None,
                 number=timer.run_number,
+                task_id=run.task_id if run is not None and is_countdown_id(timer.id) else None,
                 task=run.definition.task if run is not None else "",
                 where=instance,
             )

@@ -19,8 +19,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 from kombu.utils.functional import maybe_list, retry_over_time
 
+from celery_dtimer.background import Background
 from celery_dtimer.errors import InvalidTimerError, StoreError, StoreUnavailableError
 from celery_dtimer.messages import KeptMessage, keep, moment_of, to_ms_up
 from celery_dtimer.model import (
@@ -41,13 +43,16 @@ from celery_dtimer.model import (
     to_datetime,
 )
 from celery_dtimer.settings import eta_threshold
-from celery_dtimer.store import IN_FLIGHT, Store
+from celery_dtimer.store import IN_FLIGHT, Cancelled, Store
 from celery_dtimer.stores import ProcessStores
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
+
+# Writes what no dispatch loop may wait for: result backends have no time limit.
+_background = Background("dtimer-results", "the results of cancelled tasks stay as they are")
 
 _INSTALLED = "dtimer_countdowns"  # the attribute of an app that holds what `install` has made
 _REASON = "revoked"  # as Celery's workers say it
@@ -70,6 +75,30 @@ def install(app: Celery) -> Countdowns:
     return known
 
 
+def revoke(app: Celery, task_ids: Sequence[str], connection: Any) -> None:
+    """Revoke tasks, and terminate those that run, without waiting for a result backend.
+
+    Args:
+        app: whose tasks.
+        task_ids: of the tasks.
+        connection: to the broker, by which the workers are told.
+
+    Raises:
+        StoreError: Redis could not be reached, or refused.
+        Exception: the workers can not be told; whatever the broker's client raises.
+    """
+    known: Countdowns | None = app.__dict__.get(_INSTALLED)
+    if known is not None and known.is_on:
+        known.cancel_unmarked(task_ids)
+    arguments = {"task_id": list(task_ids), "terminate": True}
+    _broadcast(app, arguments, connection=connection)
+
+
+def _broadcast(app: Celery, arguments: Mapping[str, Any], **how: Any) -> None:
+    """Have workers revoke tasks; nothing pending is cancelled."""
+    type(app.control).broadcast(app.control, "revoke", arguments=arguments, **how)
+
+
 @dataclass(frozen=True, slots=True)
 class PendingTask:
     """A call that waits for its time in Redis."""
@@ -77,15 +106,17 @@ class PendingTask:
     task_id: str
     task: str  #: its name
     eta: datetime  #: when it is sent, in UTC
-    args: list[Any] | None  #: None when its body is not JSON, or has values known elsewhere only
-    kwargs: dict[str, Any] | None  #: likewise
-    argsrepr: str  #: its arguments as a text, whatever its body is
-    kwargsrepr: str
+    # Arguments and headers are not shown, since they may hold secrets.
+    #: None when its body is not JSON, or has values known elsewhere only
+    args: list[Any] | None = field(repr=False)
+    kwargs: dict[str, Any] | None = field(repr=False)  #: likewise
+    argsrepr: str = field(repr=False)  #: its arguments as a text, whatever its body is
+    kwargsrepr: str = field(repr=False)
     queue: str  #: where it is sent; its routing key when no queue was named
     retries: int  #: how often the task was retried already
     root_id: str | None
     parent_id: str | None
-    headers: dict[str, Any]  #: of its message
+    headers: dict[str, Any] = field(repr=False)  #: of its message
 
     @classmethod
     def from_stored(cls, definition: Definition, due_ms: int) -> PendingTask:
@@ -244,13 +275,32 @@ class Countdowns:
         Raises:
             StoreError: Redis could not be reached, or refused.
         """
-        store = store or self._stores.of()
-        found = store.cancel([countdown_id(task_id) for task_id in task_ids])
-        out = [id for id, each in zip(task_ids, found, strict=True) if each.code == IN_FLIGHT]
+        found = self._cancel(task_ids, store)
+        out = [task_id for task_id, each in found.items() if each.code == IN_FLIGHT]
         if out:
             self._tell_workers(out)
+        self._mark(found)
+        return [bool(found[task_id].code) for task_id in task_ids]
+
+    def cancel_unmarked(self, task_ids: Sequence[str]) -> None:
+        """Cancel pending calls; their results become REVOKED soon, from another thread.
+
+        Raises:
+            StoreError: Redis could not be reached, or refused.
+        """
+        _background.do(partial(self._mark, self._cancel(task_ids)))
+
+    def _cancel(
+        self, task_ids: Sequence[str], store: Store | None = None
+    ) -> Mapping[str, Cancelled]:
+        store = store or self._stores.of()
+        found = store.cancel([countdown_id(task_id) for task_id in task_ids])
+        return dict(zip(task_ids, found, strict=True))
+
+    def _mark(self, found: Mapping[str, Cancelled]) -> None:
+        """Store the results of what is cancelled, and raise the first failure of a backend."""
         failure: Exception | None = None
-        for task_id, each in zip(task_ids, found, strict=True):
+        for task_id, each in found.items():
             if each.code:
                 try:
                     self._mark_as_revoked(task_id, each.blob)
@@ -259,7 +309,6 @@ class Countdowns:
                     failure = failure or exc
         if failure is not None:
             raise failure
-        return [bool(each.code) for each in found]
 
     def cancel_stamped(self, headers: Mapping[str, Any]) -> list[str]:
         """Cancel pending calls with one of these stamps; return their task ids.
@@ -278,9 +327,7 @@ class Countdowns:
     def _tell_workers(self, task_ids: list[str]) -> None:
         """Have workers drop messages that a beat may have sent just now."""
         try:
-            type(self._app.control).broadcast(
-                self._app.control, "revoke", arguments={"task_id": task_ids}
-            )
+            _broadcast(self._app, {"task_id": task_ids})
         except OperationalError as exc:
             logger.warning("Tasks %s may have been sent, and no worker knows: %s", task_ids, exc)
 
@@ -293,14 +340,26 @@ class Countdowns:
         except InvalidTimerError as exc:
             logger.warning("Task %s is cancelled, its message could not be read: %s", task_id, exc)
             request = task = None
-        if task is not None:  # as its worker does: what tracks the run of a timer hears of it
+        if request is not None:  # as its worker does: what tracks the run of a timer hears of it
             signals.task_revoked.send(
-                sender=task, request=request, terminated=False, signum=None, expired=False
+                sender=task or _UnknownTask(self._app, kept.task),
+                request=request,
+                terminated=False,
+                signum=None,
+                expired=False,
             )
         backend = self._app.backend if task is None else task.backend
         backend.mark_as_revoked(
             task_id, _REASON, request=request, store_result=_stores_errors(task, request)
         )
+
+
+@dataclass(frozen=True)
+class _UnknownTask:
+    """Stands for a task that this process does not know, as the sender of a signal."""
+
+    app: Celery
+    name: str
 
 
 def _stores_errors(task: Any, request: Any) -> bool:

@@ -30,6 +30,7 @@ from kombu.utils import json
 
 from celery_dtimer import schedules
 from celery_dtimer.errors import InvalidTimerError, invalid, shown
+from celery_dtimer.options import CANVAS_KINDS
 from celery_dtimer.policy import PLAIN, Policy, decode_policy
 
 Status = Literal["active", "paused", "stopped", "broken"]
@@ -47,6 +48,7 @@ _PAIRS = [one + two for one in _BASE_32 for two in _BASE_32]
 _TIMER_ID = re.compile(r"[a-z2-7]{26}")
 #: The last moment that can be shown, in the year 9999.
 LAST_MS = 253_402_300_799_999
+_CUT = "cut"  # the mark of a summary
 _COUNTDOWN = "eta-"  # the scripts know them by it
 _PART = 8  # characters of each part of a revision, in base 64
 
@@ -103,16 +105,27 @@ def resent_of(id: str) -> tuple[int, str]:
 
 
 _REQUEUED = "again-"
+_REQUEUED_SHARD = re.compile(r"again-[0-9a-f]{32}-(\d+)")
 
 
-def new_requeued_id() -> str:
-    """Return the id of a new hidden one-shot that sends what a dead letter holds."""
-    return _REQUEUED + secrets.token_hex(16)
+def new_requeued_id(shard: int | None = None) -> str:
+    """Return the id of a new hidden one-shot that sends what a dead letter holds.
+
+    Args:
+        shard: the only one of the run's messages that is sent; None for all.
+    """
+    return _REQUEUED + secrets.token_hex(16) + ("" if shard is None else f"-{shard}")
 
 
 def is_requeued(id: str) -> bool:
     """Say whether a timer sends what a dead letter held."""
     return id.startswith(_REQUEUED)
+
+
+def requeued_shard(id: str) -> int | None:
+    """Return the only message of its run that a hidden one-shot sends, None when it sends all."""
+    found = _REQUEUED_SHARD.fullmatch(id)
+    return None if found is None else int(found[1])
 
 
 def new_instance_id() -> str:
@@ -154,6 +167,8 @@ class Definition:
     #: The whole message of a durable countdown, as `messages.keep` makes it: its name is the task
     #: id, and its state alone says when it is due.
     message: Mapping[str, Any] | None = None
+    #: It is but a summary of one whose timer has no run left: what it would send is not known.
+    is_cut: bool = False
 
     __hash__ = object.__hash__  # by identity: what is cached for a definition goes with it
 
@@ -211,8 +226,15 @@ class Definition:
 
     @property
     def summary(self) -> str:
-        """What is kept once no run is left: enough to list the timer, or to send a lost run."""
-        return self.blob if self.policy.resend_lost else self._head + "}"
+        """What is kept of it once nothing is to be sent any more: enough to list the timer.
+
+        "" when that is all of it, or its last run may need it for longer than for one message: it
+        has several, or is sent again if it is lost.
+        """
+        if self.policy.resend_lost or self.policy.shards > 1 or self.task in CANVAS_KINDS:
+            return ""
+        head = self._head + "}"
+        return "" if head == self.blob else f'{head[:-1]},"{_CUT}":true}}'
 
     @property
     def _head(self) -> str:
@@ -263,6 +285,7 @@ def decode_definition(blob: str) -> Definition:
             policy=decode_policy(content),
             code_bound=_stored(content, "code_bound", bool, False),
             zone_of=_stored(content, "zone_of", str, ""),
+            is_cut=_stored(content, _CUT, bool, False),
         )
     except KeyError as exc:
         raise InvalidTimerError(f"the stored definition lacks {exc}") from exc
@@ -563,7 +586,9 @@ class Run(NamedTuple):
         total = self.definition.policy.shards
         if total == 1:
             return (self,)
-        return [self._replace(shard_index=index, shard_total=total) for index in range(total)]
+        only = requeued_shard(self.identity)
+        indexes = range(total) if only is None else (only,)
+        return [self._replace(shard_index=index, shard_total=total) for index in indexes]
 
     @property
     def header(self) -> dict[str, Any]:

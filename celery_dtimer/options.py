@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta, timezone, tzinfo
@@ -17,6 +18,9 @@ from celery_dtimer import policy, schedules
 from celery_dtimer.errors import invalid
 
 _LONGEST = 1000 * 365 * 86_400  # seconds
+_MOST_EXCEPTIONS = 100
+_LONGEST_NAME = 255  # characters
+_HIGHEST_PRIORITY = 255  # RabbitMQ's; kombu makes the ten of Redis of them
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
@@ -64,15 +68,15 @@ def check_options(options: Mapping[str, Any], zone: tzinfo | str = "UTC") -> dic
             _check_compression(field, value)
         elif name in _EXCEPTIONS:
             checked[name] = _exception_names(field, value)
-        elif name in _COUNTS and not _is_count(value):
+        elif name in _HIGHEST and not _is_count(value, _HIGHEST[name]):
             raise invalid(field, value, accepted)
         elif name == "delivery_mode" and value not in _DELIVERY_MODES:
             raise invalid(field, value, f"one of {', '.join(map(str, _DELIVERY_MODES))}")
     return checked
 
 
-def _is_count(value: Any) -> bool:
-    return bool(0 <= value < _LONGEST)
+def _is_count(value: Any, highest: int) -> bool:
+    return bool(0 <= value <= highest)
 
 
 def _takes_bool(kinds: tuple[type, ...]) -> bool:
@@ -88,18 +92,26 @@ def _timeout(field: str, value: Any) -> float:
 
 def _exception_names(field: str, value: Any) -> list[str]:
     """Return exceptions by their full names: what is stored is compared, and never imported."""
-    accepted = "an exception class, its full name, or a list of them"
+    accepted = (
+        "an exception class, its full name (of a built-in one also its short one), or a list of "
+        f"at most {_MOST_EXCEPTIONS} of them"
+    )
     names = []
     for each in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(each, type) and issubclass(each, Exception):
-            names.append(exception_name(each))
-        elif isinstance(each, str) and all(part.isidentifier() for part in each.split(".")):
-            names.append(each if "." in each else f"builtins.{each}")
+        kind = getattr(builtins, each, None) if isinstance(each, str) else each
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            names.append(exception_name(kind))
+        elif isinstance(each, str) and "." in each and _is_dotted_name(each):
+            names.append(each)
         else:
             raise invalid(field, value, accepted)
-    if not names:
+    if not 0 < len(names) <= _MOST_EXCEPTIONS:
         raise invalid(field, value, accepted)
     return names
+
+
+def _is_dotted_name(text: str) -> bool:
+    return len(text) <= _LONGEST_NAME and all(part.isidentifier() for part in text.split("."))
 
 
 def exception_name(kind: type) -> str:
@@ -178,7 +190,10 @@ _KINDS_OF_EXCEPTIONS: tuple[tuple[type, ...], str] = (
     (type, str, list, tuple),
     "an exception class, its full name, or a list of them",
 )
-_COUNTS = ("max_retries", "retry_backoff", "retry_backoff_max")
+_HIGHEST = {
+    "priority": _HIGHEST_PRIORITY,
+    **dict.fromkeys(("max_retries", "retry_backoff", "retry_backoff_max"), _LONGEST),
+}
 _EXCEPTIONS = ("autoretry_for", "dont_autoretry_for")
 #: The options that say how a callback is retried, as Celery's tasks have them; they travel in
 RETRIES = (*_EXCEPTIONS, "max_retries", "retry_backoff", "retry_backoff_max", "retry_jitter")
@@ -190,7 +205,7 @@ _OPTION_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "exchange": ((str, Exchange), "the name of an exchange"),
     "routing_key": ((str,), "a str"),
     "serializer": ((str,), "the name of a serializer"),
-    "priority": ((int,), "a whole number"),
+    "priority": ((int,), f"a whole number from 0 to {_HIGHEST_PRIORITY}"),
     "headers": ((Mapping,), "a dict"),
     "stamped_headers": ((list, tuple), "a list of the names of headers"),
     "retry_policy": ((Mapping,), "a dict"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from celery_dtimer import planning
 from celery_dtimer.model import Lease, Run, is_requeued
-from celery_dtimer.policy import BUFFER_ONE, PLAIN
+from celery_dtimer.policy import BUFFER_ONE, CANCEL_OTHER, PLAIN
 from celery_dtimer.store import COMMITTED, HeldRun, Settlement, Store, refused
 
 logger = logging.getLogger(__name__)
@@ -63,13 +63,17 @@ class Overlaps:
         )
 
     def _cancel(self, task_ids: Sequence[str]) -> bool:
-        """End runs that are out, all of a batch at once; say whether the workers could be told."""
+        """End runs that are out, all of a batch at once; say whether the workers could be told.
+
+        They are no longer out then: else one whose worker is dead would be lost, and sent again.
+        """
         try:
             self._revoke(task_ids)
         except Exception as exc:  # the broker's, of whatever kind: the next runs wait for it
             logger.warning("Runs can not be revoked for the next ones of their timers: %s", exc)
             return False
         logger.info("Revoked for the next runs of their timers: %s", ", ".join(task_ids))
+        self._store.revoke_runs(task_ids, "revoked for the next run of its timer")
         return True
 
     def settled(self, settlement: Settlement, code: int, instance: str) -> None:
@@ -92,12 +96,18 @@ def _is_held(run: Run) -> bool:
     return policy is not PLAIN and policy.is_held  # most are plain: they are not to be asked
 
 
+def _is_late(run: Run) -> bool:
+    """Say whether a run is sent once more, when newer ones may be out: it waits for their end."""
+    return bool(run.resent) or is_requeued(run.identity)
+
+
 def _held(run: Run) -> HeldRun:
+    overlap = run.definition.policy.overlap
     return HeldRun(
         run.timer_id,
         run.scheduled_ms,
         run.number,
-        run.definition.policy.overlap,
+        BUFFER_ONE if overlap == CANCEL_OTHER and _is_late(run) else overlap,
         run.resent,
         tuple(part.task_id for part in run.parts),
     )
@@ -105,7 +115,7 @@ def _held(run: Run) -> HeldRun:
 
 def _put_off(planned: Settlement, run: Run, held: HeldRun) -> Settlement:
     """Return what becomes of a run while another of its timer is out."""
-    if run.definition.policy.overlap == BUFFER_ONE or run.resent or is_requeued(run.identity):
+    if held.overlap == BUFFER_ONE or _is_late(run):
         return Settlement(planned.timer, "waits", reason=" ".join(held.task_ids))
     skip = planning.refuse(planned.skip, run.scheduled_ms, planning.OVERLAP)
     return planned._replace(done="skip", skip=skip)

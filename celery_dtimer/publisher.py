@@ -35,7 +35,7 @@ from celery.beat import BeatLazyFunc
 from celery.exceptions import QueueNotFound
 from kombu.exceptions import OperationalError
 
-from celery_dtimer import canvas
+from celery_dtimer import canvas, countdowns
 from celery_dtimer.capture import (
     CapturingChannel,
     Command,
@@ -312,12 +312,13 @@ class Publisher:
         """Revoke tasks, and terminate those that run, on a connection of its own.
 
         Raises:
+            StoreError: a pending call was to be cancelled, and Redis did not answer, or refused.
             Exception: the workers can not be told; whatever the broker's client raises.
         """
         with self._app.connection_for_write() as connection:
             self._limit(connection)
             _open(connection)
-            self._app.control.revoke(list(task_ids), terminate=True, connection=connection)
+            countdowns.revoke(self._app, task_ids, connection)
         self._on_progress()
 
     def _down(self, exc: BaseException) -> BrokerDownError:

@@ -36,6 +36,7 @@ from celery_dtimer.model import (
     to_datetime,
     to_ms,
 )
+from celery_dtimer.options import CANVAS_KINDS
 from celery_dtimer.signals import tell, timer_failed
 from celery_dtimer.store import OutRun, Store, maybe_whole, out_run
 
@@ -89,6 +90,7 @@ class DeadLetter:
     name: str = ""  #: of the timer
     scheduled_at: datetime | None = None
     number: int | None = None
+    shard: int | None = None  #: which of the messages of its run; None when none was sent
     task_id: str | None = None
     task: str = ""
     #: None when they are the timer's, or can not be told; not shown, since they may hold secrets
@@ -101,7 +103,7 @@ class DeadLetter:
     def from_stored(cls, id: str, row: Mapping[str, str], name: str = "") -> DeadLetter:
         """Return the letter of a stored row; what was edited into nonsense is left out."""
         call = _call_of(row.get("call", ""))
-        own = _definition_in(row)  # of a hidden timer, which is gone
+        own = _definition_in(row)  # of a timer that is hidden, or has no run left
         is_call = own is not None and own.message is not None
         return cls(
             id=id,
@@ -112,6 +114,7 @@ class DeadLetter:
             name=row.get("name", "") or name or (own.name if own is not None else ""),
             scheduled_at=_moment(row.get("due", "")),
             number=maybe_whole(row.get("number", "")),
+            shard=maybe_whole(row.get("shard", "")),
             task_id=own.name if own is not None and is_call else row.get("task_id"),
             task=row.get("task", "") or (own.task if own is not None else ""),
             args=None if call is None else call[0],
@@ -314,30 +317,49 @@ def read_letter(store: Store, id: str) -> DeadLetter | None:
     return DeadLetter.from_stored(id, row, row.get("name") or _names(store, [timer]).get(timer, ""))
 
 
-def definition_to_requeue(store: Store, row: Mapping[str, str]) -> Definition:
-    """Return what is sent for a dead letter: its timer's callback, with the letter's arguments.
+def requeued(store: Store, row: Mapping[str, str]) -> tuple[Definition, int | None]:
+    """Return what is sent for a dead letter, and which of its messages: None for all of them.
+
+    It is the timer's callback, with the letter's arguments.
 
     Raises:
         InvalidTimerError: neither the letter nor the timer tells.
     """
     blob = row.get("definition") or store.definitions([row.get("timer", "")])[0]
     if not blob:
-        raise InvalidTimerError(
-            f"the timer {shown(row.get('name') or row.get('timer', ''))} of the dead letter is "
-            "gone: nothing tells how its run is to be sent"
-        )
+        raise _untold(row, "is gone")
     definition = decode_definition(blob)
-    call = _call_of(row.get("call", ""))
-    if call is None or not row.get("task"):
-        return definition
-    is_same = definition.task == row["task"]
-    return replace(
+    if definition.is_cut:
+        raise _untold(row, "has had its last run, and is over")
+    shards, shard = definition.policy.shards, maybe_whole(row.get("shard", ""))
+    if shard is not None and shards != (
+        maybe_whole(row.get("shards", "")) or max(shards, shard + 1)
+    ):
+        raise _untold(row, f"has {shards} shards by now")
+    only = shard if shards > 1 else None
+    task, call = row.get("task", ""), _call_of(row.get("call", ""))
+    if not task and row.get("reason") == LOST and definition.task in CANVAS_KINDS:
+        raise _untold(row, "is a canvas, of which some task was lost")
+    if task not in ("", definition.task) and call is None:
+        raise _untold(row, f"has sent {shown(task)} with arguments that the letter does not hold")
+    if call is None or not task:
+        return definition, only
+    is_same = definition.task == task
+    changed = replace(
         definition,
-        task=row["task"],
+        task=task,
         args=call[0],
         kwargs=call[1],
         options=definition.options if is_same else {},
         code_bound=False,
+    )
+    return changed, only
+
+
+def _untold(row: Mapping[str, str], why: str) -> InvalidTimerError:
+    name = shown(row.get("name") or row.get("timer", ""))
+    return InvalidTimerError(
+        f"the timer {name} of the dead letter {why}: nothing tells how its run is to be sent"
     )
 
 
@@ -382,11 +404,12 @@ class LostRuns:
         again = definition is not None and times <= definition.policy.resend_lost
         resent = resent_id(times, task_id) if again else ""
         settings = self._store.settings
-        why = (
-            "its worker did not renew its lease, or its time limit is over"
-            if run.is_started
-            else f"no worker has started it within {settings.queued_lease:g} s"
-        )
+        if run.is_started:
+            why = "its worker did not renew its lease, or its time limit is over"
+        elif run.message == _BETWEEN_TRIES:
+            why = "its process is gone, or no worker has started its next try in time"
+        else:
+            why = f"no worker has started it within {settings.queued_lease:g} s"
         name = "" if definition is None else definition.name
         code = self._store.lose(
             lease.instance, lease.epoch, row, resent_id=resent, why=why, name=name
@@ -402,3 +425,4 @@ class LostRuns:
 
 
 _LOST, _SENT_AGAIN = 1, 2
+_BETWEEN_TRIES = "-"  # what stands for the message of a run whose last one is over

@@ -22,15 +22,12 @@ signal               in the           arguments
 
 from __future__ import annotations
 
-import logging
-import os
-import queue
-import threading
+from functools import partial
 from typing import Any
 
 from celery.utils.dispatch import Signal
 
-logger = logging.getLogger(__name__)
+from celery_dtimer.background import Background
 
 _OF_A_RUN = ["timer_id", "name", "scheduled_at", "number", "task_id", "instance"]
 
@@ -46,42 +43,11 @@ instance_left = Signal(name="instance_left", providing_args=["instance", "is_dea
 failover = Signal(name="failover", providing_args=["instance", "dead", "timers"])
 
 
-# ------------------------------------------------------------------ told by a thread of its own
-
-_MOST_UNTOLD = 10_000
-
-
-class _Teller:
-    """Sends signals from a thread, for threads that a slow receiver must not hold up."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._untold: queue.Queue[tuple[Signal, str, dict[str, Any]]] = queue.Queue(_MOST_UNTOLD)
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def tell(self, signal: Signal, sender: str, arguments: dict[str, Any]) -> None:
-        if self._pid != os.getpid():  # a fork has no threads, and locks that may be held for ever
-            self.__init__()  # type: ignore[misc]
-        try:
-            self._untold.put_nowait((signal, sender, arguments))
-        except queue.Full:
-            logger.error("A receiver of %s is too slow: it is not told of all", signal)
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="dtimer-teller", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            signal, sender, arguments = self._untold.get()
-            signal.send(sender=sender, **arguments)
-
-
-_teller = _Teller()
+# Tells for threads that a slow receiver must not hold up.
+_background = Background("dtimer-teller", "a receiver of a signal is not told")
 
 
 def tell(signal: Signal, sender: str, **arguments: Any) -> None:
     """Send a signal soon, from another thread; in their order, and only if somebody listens."""
     if signal.receivers:
-        _teller.tell(signal, sender, arguments)
+        _background.do(partial(signal.send, sender=sender, **arguments))

@@ -82,6 +82,7 @@ _SCRIPTS = (
     *("hold", "cancel"),
     *("due", "commit", "linked", "purge", "scrub"),
     *("run_started", "run_ended", "renew_runs", "open_runs", "close_runs", "lose"),
+    "revoke_runs",
     *("requeue", "purge_dead"),
 )
 _FENCED, _BUSY, _UNLINKED = -1, -2, -3
@@ -149,6 +150,7 @@ class Keys:
     ``running:{s}``               hash     runs that are out, by task id
     ``run_leases:{s}``            zset     the same by when they count as lost, in ms
     ``open_runs:{s}:<id>``        zset     of a timer that holds its runs: those that are out
+    ``revoked_runs:{s}``          zset     runs revoked for later ones, by when
     ``dead_timers:{s}``           zset     dead letters by when they were written
     ``dead_timer:{s}:<letter>``   hash     one dead letter
     ``history:{s}``               stream   what was sent, and what was not and why
@@ -313,7 +315,7 @@ class Settlement(NamedTuple):
     done: str  #: run, skip, dead, refused, waits, lacking, broken, unreadable or missing
     next_due_ms: int | None = None
     skip: Skip | None = None  #: runs that do not happen
-    summary: str = ""  #: what is kept of a timer that has no run left
+    summary: str = ""  #: what is kept of a timer that has no run left, "" for all
     delay_ms: int = 0
     reason: str = ""
     at_ms: int | None = None  #: when it is looked at next; None: when it is due
@@ -462,6 +464,7 @@ class Store:
         self._lock = threading.Lock()
         self._declared_keys = [self.keys("meta"), self.keys("never")]
         self._kept = f"{round(settings.keep_finished * 1000)} {settings.history}"
+        self._kept_by_commit = f"{self._kept} {settings.track_runs:d}"
 
     # -- connection
 
@@ -721,7 +724,7 @@ class Store:
         prefix = link.prefix if link else ""
         targets = [part for command, key in numbers for part in (command, prefix + key)]
         answer = self._begin(
-            *("commit", instance, epoch, sequence, self._kept),
+            *("commit", instance, epoch, sequence, self._kept_by_commit),
             *(str(reading or ""), *self._proof(link), len(numbers), *targets, *entries),
         )
         return lambda: _committed(answer())
@@ -1172,6 +1175,15 @@ class Store:
         for batch in _chunks(pairs, 2 * BATCH):
             self._call("close_runs", instance, *batch)
 
+    def revoke_runs(self, task_ids: Sequence[str], why: str) -> None:
+        """Note that runs are revoked for later ones of their timers."""
+        for batch in _chunks(task_ids, BATCH):
+            self._call("revoke_runs", self.settings.history, why, *batch)
+
+    def revoked_runs(self) -> list[str]:
+        """Return the task ids of the runs that were revoked of late."""
+        return self._by_score("revoked_runs")
+
     def lost_runs(self, limit: int = BATCH) -> list[tuple[str, str]]:
         """Return runs whose leases have ended: their task ids, and what is stored of them."""
         with self._errors():
@@ -1239,6 +1251,7 @@ class Store:
 
     def dead_letter(self, id: str) -> Mapping[str, str] | None:
         """Return the fields of a dead letter, None when there is none."""
+        id = storable(id)
         with self._errors():
             at = self.client.zscore(self.keys("dead_timers"), id)
             row = {} if at is None else self.client.hgetall(self.keys("dead_timer", id))

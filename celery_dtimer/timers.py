@@ -53,9 +53,9 @@ from celery_dtimer.runs import (
     STATES,
     DeadLetter,
     RunRecord,
-    definition_to_requeue,
     read_letters,
     read_runs,
+    requeued,
     told,
 )
 from celery_dtimer.scheduler import DistributedScheduler
@@ -83,6 +83,7 @@ Dst = Literal["cron", "skip", "shift", "both"]
 _BEATS_SERVICE = "dtimer_beats_service"  # the attribute of an app that holds the first one named
 _TRACKING = "dtimer_tracking"  # the attribute of an app that holds what tracks its runs
 _MOST_PREVIEWED = 10_000
+_MOST_PAGED = 2**53
 _PAGE = 1000  # timers that are read at once
 _STATUSES = ("active", "paused", "stopped", "broken")
 
@@ -120,7 +121,7 @@ class DistributedTimer:
         self._callbacks: dict[str, Task[..., Any] | str] = {}
         self._failure_receivers: list[Callable[..., None]] = []  # signals hold them weakly
         self._claims = RunClaims(app)
-        _track(app)
+        _track(app, service)
         self._countdowns = countdowns.install(app)
         self._lock = threading.Lock()
         self._store: Store | None = None
@@ -669,10 +670,14 @@ class DistributedTimer:
         row = self.store.dead_letter(id) if isinstance(id, str) else None
         if row is None:
             raise TimerNotFoundError(f"no dead letter has the id {shown(id)}")
-        definition = check_size(definition_to_requeue(self.store, row))
-        parent = row.get("timer") or definition.id
+        definition, shard = requeued(self.store, row)
+        check_size(definition)
+        if definition.message is None:
+            requeued_id, parent = new_requeued_id(shard), row.get("timer") or definition.id
+        else:
+            requeued_id, parent = definition.id, ""
         revision, blob = definition.revision, definition.blob
-        if not self.store.requeue(id, new_requeued_id(), parent, revision, blob):
+        if not self.store.requeue(id, requeued_id, parent, revision, blob):
             raise TimerNotFoundError(f"no dead letter has the id {shown(id)} any more")
 
     def purge_dead_letters(self, before: datetime | None = None) -> int:
@@ -1104,15 +1109,18 @@ def _check_arguments(args: object, kwargs: object) -> None:
 
 def _check_page(offset: object, limit: object) -> None:
     for key, value in (("offset", offset), ("limit", 0 if limit is None else limit)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise invalid(key, value, "a whole number, 0 or more")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_PAGED:
+            raise invalid(key, value, f"a whole number from 0 to {_MOST_PAGED}")
 
 
-def _track(app: Celery) -> None:
+def _track(app: Celery, service: str | None) -> None:
     """Track the runs of an app in its workers: once, for all timers of the app."""
-    if _TRACKING not in app.__dict__:
-        app.__dict__[_TRACKING] = tracker = RunTracker(app)
+    tracker: RunTracker | None = app.__dict__.get(_TRACKING)
+    if tracker is None:
+        tracker = app.__dict__[_TRACKING] = RunTracker(app)
         tracker.install()
+    if service is not None:
+        tracker.services.add(service)
 
 
 def _names_a_task(task: object) -> bool:

@@ -70,6 +70,7 @@ class RunTracker:
         self._outages = _Outages()
         self._backlog = _Backlog(self._outages)
         self._renewals: LeaseRenewals | None = None
+        self.services: set[str] = set()  #: those that the app's code has named
 
     def install(self) -> None:
         """Hear Celery's signals for as long as this object lives."""
@@ -224,8 +225,21 @@ class RunTracker:
 
     def _on_worker_ready(self, sender: Any = None, **_: Any) -> None:
         if getattr(sender, "app", None) is self._app and self._renewals is None:
+            self._hear_of_revoked_runs()
             self._renewals = LeaseRenewals(self._store)
             self._renewals.start()
+
+    def _hear_of_revoked_runs(self) -> None:
+        """Have a worker that starts drop the messages of runs that were revoked meanwhile."""
+        from celery.worker import state as worker_state  # only workers are to load it
+
+        for service in self.services or {Settings.from_app(self._app).service}:
+            store = self._store(service)
+            try:
+                if store is not None:
+                    worker_state.revoked.update(store.revoked_runs())
+            except DistributedTimerError as exc:
+                self._outages.note(exc)
 
     def _on_worker_shutdown(self, sender: Any = None, **_: Any) -> None:
         if getattr(sender, "app", None) is self._app and self._renewals is not None:
@@ -483,6 +497,8 @@ def _letter(
             "timer": timer.id,
             "due": str(to_ms(timer.scheduled_at)),
             "number": str(timer.run),
+            "shard": str(timer.shard_index),
+            "shards": str(timer.shard_total),
             "task_id": request.id,
             "retries": str(request.retries or 0),
             "where": request.hostname or "",

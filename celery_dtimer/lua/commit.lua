@@ -1,7 +1,8 @@
 -- Settle what an instance has done with its due timers, each one only if it is still as it was read; then read the next.
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] sequence number of this call
--- ARGV[5] ms that a finished timer is kept, blank, entries that the history keeps
+-- ARGV[5] with blanks in between: ms that a finished timer is kept, entries that the history keeps, 1 when workers note the
+--   ends of runs, else 0
 -- ARGV[6] how the due timers are read afterwards: see read_due() (prelude.lua); "" not at all
 -- ARGV[7] the timers' database   ARGV[8] the broker's, "" when nothing is pushed
 -- ARGV[9] a key in the broker's database   ARGV[10] its value: proves that this server is the broker's
@@ -12,7 +13,8 @@
 --   what was done, and the next argument by what was done:
 --     run         next due in ms; or, with blanks in between: that or "-" (it has finished), when it is looked at for that,
 --                 a reason or "-" when no run was skipped, how many were, from which moment on, until which; and what is
---                 kept of a finished one's definition
+--                 kept of a finished one's definition, "" for all: at once or, when workers note that, from the end of its
+--                 last run on
 --     skip        the same, when the due run is not sent
 --     dead        the same as skip, and after a line feed why: its run is given up and goes to the dead letters
 --     refused     ms until it is tried again
@@ -34,7 +36,7 @@
 
 local call = redis.call
 local id, sequence, how = ARGV[2], ARGV[4], ARGV[6]
-local keep, kept_history = string.match(ARGV[5], '^(%d+) (%d+)$')
+local keep, kept_history, tracked = string.match(ARGV[5], '^(%d+) (%d+) ([01])$')
 keep = tonumber(keep)
 local home, database, link, proof = ARGV[7], ARGV[8], ARGV[9], ARGV[10]
 local instance, own_timers = key('instance', id), key('instance_timers', id)
@@ -131,7 +133,11 @@ local function finish(timer, name, row, due, summary, done)
   call('HSET', name, 'status', 'stopped', 'reason', 'finished')
   call('HDEL', name, 'owner', 'attempts', 'last_sent', 'due', 'at')
   call('ZADD', INACTIVE, more[2] and '+inf' or whole(NOW + keep), timer)
-  call('SET', key('timer_definition', timer), summary)
+  if summary ~= '' and done == 'run' and tracked == '1' then
+    call('HSET', name, 'summary', summary)
+  elseif summary ~= '' then
+    call('SET', key('timer_definition', timer), summary)
+  end
 end
 
 local rescheduled = {} -- scores and members, for one ZADD each at the end: calls are what a script's time goes into
@@ -156,17 +162,16 @@ local function advance(timer, name, row, due, following, at, done)
   add(rescheduled, at, timer)
 end
 
--- Keep what is known of a run that is given up. A hidden timer goes: its definition is kept.
-local function to_dead_letters(timer, name, row, due, reason, problem)
-  local more = fields(name, 'parent')
-  local is_hidden = more[1] or is_countdown(timer)
+-- Keep what is known of a run that is given up; with its definition, if the timer goes, or that is cut.
+local function to_dead_letters(timer, name, row, due, reason, problem, goes)
+  local parent = fields(name, 'parent')[1]
   local letter = timer .. ':' .. (row[3] or '') .. ':' .. (due or '')
-  local definition = is_hidden and redis.pcall('GET', key('timer_definition', timer))
+  local definition = (goes or parent or is_countdown(timer)) and redis.pcall('GET', key('timer_definition', timer))
   if type(definition) ~= 'string' then
     definition = ''
   end
-  bury_letter(letter, 'timer', more[1] or timer, 'due', due or '', 'number', whole(number(row[6], 0) + 1), 'reason', reason,
-    'error', problem, 'where', id, 'definition', definition)
+  bury_letter(letter, definition, 'timer', parent or timer, 'due', due or '', 'number', whole(number(row[6], 0) + 1),
+    'reason', reason, 'error', problem, 'where', id)
 end
 
 -- Move a timer on to its next run, and count those that do not happen.
@@ -177,7 +182,7 @@ local function move_on(timer, name, row, due, done, detail)
   local following, at, reason, runs, first, last, summary, problem =
     string.match(detail, '^(%S+) (%S+) (%S+) (%d+) (%d+) (%d+) ?([^\n]*)\n?(.*)$')
   if done == 'dead' then
-    to_dead_letters(timer, name, row, due, reason, problem)
+    to_dead_letters(timer, name, row, due, reason, problem, following == '-')
   end
   if reason ~= '-' then
     passed = passed + tonumber(runs)

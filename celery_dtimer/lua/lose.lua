@@ -19,19 +19,23 @@ if not timer then -- edited by hand
   drop_lease(task)
   return 0
 end
-local row = fields(key('timer', timer), 'status', 'revision')
-local definition = again ~= '' and row[2] and redis.pcall('GET', key('timer_definition', timer))
+local revision = fields(key('timer', timer), 'revision')[1]
+local sending = again ~= '' and revision and redis.pcall('GET', key('timer_definition', timer))
 note_run(ARGV[8], task, timer, due, number_, shard, retries, 'lost', 'error', ARGV[9])
 count('lost', 1)
 close_run(task, timer)
 local code = 1
-if type(definition) == 'string' then
+if type(sending) == 'string' then
   redis.call('DEL', key('run_claim', ARGV[7]))
-  add_hidden(again, timer, row[2], definition, 'due', due, 'runs', whole(tonumber(number_) - 1))
+  add_hidden(again, timer, revision, sending, 'due', due, 'runs', whole(tonumber(number_) - 1))
   code = 2
 else
-  bury_letter(task, 'timer', timer, 'name', ARGV[10], 'due', due, 'number', number_, 'task_id', task, 'retries', retries,
-    'reason', 'lost', 'error', ARGV[9], 'where', '')
+  local definition = finished_definition(timer)
+  bury_letter(task, definition, 'timer', timer, 'name', ARGV[10], 'due', due, 'number', number_, 'shard', shard, 'task_id',
+    task, 'retries', retries, 'reason', 'lost', 'error', ARGV[9], 'where', '')
+  if definition ~= '' then
+    cut_definition(timer, due)
+  end
 end
 send_wake_ups()
 return code

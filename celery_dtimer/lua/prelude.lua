@@ -27,6 +27,7 @@ local HISTORY = key('history')
 local RUNS = key('runs')
 local RUNNING = key('running')
 local RUN_LEASES = key('run_leases')
+local REVOKED = key('revoked_runs')
 local DEAD = key('dead_timers')
 local COUNTERS = key('counters')
 
@@ -345,10 +346,17 @@ local function note_run(cap, task, timer, due, number, shard, retries, state, ..
   end
 end
 
--- Put a letter among the dead ones, of which the newest are kept.
+-- Take a letter from the dead ones; answers whether it was there.
+local function drop_letter(id)
+  redis.call('DEL', key('dead_timer', id))
+  return redis.pcall('ZREM', DEAD, id) == 1
+end
+
+-- Put a letter among the dead ones, of which the newest are kept: fields and values, and the definition that is sent for
+-- it, "" when that is the timer's.
 local DEAD_LETTERS = 10000
 
-local function bury_letter(id, ...)
+local function bury_letter(id, definition, ...)
   local added = redis.pcall('ZADD', DEAD, whole(NOW), id)
   if type(added) == 'table' then
     return -- it was edited into something else
@@ -356,6 +364,9 @@ local function bury_letter(id, ...)
   local letter = key('dead_timer', id)
   redis.call('DEL', letter)
   redis.call('HSET', letter, ...)
+  if definition ~= '' then
+    redis.call('HSET', letter, 'definition', definition)
+  end
   local surplus = redis.call('ZCARD', DEAD) - DEAD_LETTERS
   if surplus > 0 then
     for _, old in ipairs(redis.call('ZRANGE', DEAD, 0, surplus - 1)) do
@@ -365,13 +376,38 @@ local function bury_letter(id, ...)
   end
 end
 
--- Create a hidden one-shot that is due at once, and goes with its commit. Fields and values of its hash may follow.
+-- What a letter of a run has to hold of a timer that has no run left: its definition, before it is cut.
+local LONGEST_DEFINITION = 65536
+
+local function finished_definition(timer)
+  local row = fields(key('timer', timer), 'reason', 'summary')
+  local name = key('timer_definition', timer)
+  local length = row[1] == 'finished' and redis.pcall('STRLEN', name) or 0
+  if type(length) == 'number' and length > 0 and length <= LONGEST_DEFINITION then
+    return redis.call('GET', name)
+  end
+  return ''
+end
+
+-- Cut the definition of a timer that has no run left, once its last run has ended.
+local function cut_definition(timer, due)
+  local row = fields(key('timer', timer), 'status', 'reason', 'last_run', 'summary')
+  if row[4] and row[1] == 'stopped' and row[2] == 'finished' and row[3] == due then
+    redis.call('SET', key('timer_definition', timer), row[4])
+    redis.call('HDEL', key('timer', timer), 'summary')
+  end
+end
+
+-- Create a hidden one-shot that is due at once, and goes with its commit; of a timer, or of none with "". Fields and values
+-- of its hash may follow.
 local function add_hidden(id, parent, revision, definition, ...)
   local now = whole(NOW)
-  redis.call('HSET', key('timer', id), 'status', 'active', 'revision', revision, 'created', now, 'due', now, 'at', now,
-    'parent', parent, ...)
+  redis.call('HSET', key('timer', id), 'status', 'active', 'revision', revision, 'created', now, 'due', now, 'at', now, ...)
   redis.call('SET', key('timer_definition', id), definition)
-  redis.pcall('SADD', key('triggers', parent), id)
+  if parent ~= '' then
+    redis.call('HSET', key('timer', id), 'parent', parent)
+    redis.pcall('SADD', key('triggers', parent), id)
+  end
   redis.call('ZADD', QUEUE, now, id)
   assign(id, now, placement(candidates())())
 end

@@ -7,7 +7,6 @@
 local until_ms = ARGV[2] == '' and '+inf' or ARGV[2]
 local ids = redis.call('ZRANGEBYSCORE', DEAD, '-inf', until_ms, 'LIMIT', 0, ARGV[3])
 for _, id in ipairs(ids) do
-  redis.call('DEL', key('dead_timer', id))
-  redis.call('ZREM', DEAD, id)
+  drop_letter(id)
 end
 return #ids

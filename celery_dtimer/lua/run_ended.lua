@@ -6,7 +6,7 @@
 -- ARGV[12] the worker   ARGV[13] ms that it took, "" when it did not run   ARGV[14] error or ""
 -- ARGV[15..] fields and values of a dead letter, none when it has not failed for good
 -- Returns 1, or 0 when it is not known, or another message of the run is being run: then the lease stays that one's.
--- Worst case: O(log runs that are out + triggers of the timer).
+-- Worst case: O(log runs that are out + triggers of the timer + size of its definition).
 
 local task, message, keep = ARGV[2], ARGV[9], ARGV[10]
 local timer, due, number_, shard, retries = ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
@@ -26,8 +26,17 @@ if ARGV[14] ~= '' then
 end
 note_run(ARGV[11], task, timer, due, number_, shard, retries, ARGV[8], unpack(more))
 if #ARGV > 14 then
-  bury_letter(task, 'timer', timer, 'due', due, 'number', number_, 'task_id', task, 'retries', retries, 'where', ARGV[12],
-    'error', ARGV[14], unpack(ARGV, 15))
+  local definition = finished_definition(timer)
+  bury_letter(task, definition, 'timer', timer, 'due', due, 'number', number_, 'shard', shard, 'task_id', task, 'retries',
+    retries, 'where', ARGV[12], 'error', ARGV[14], unpack(ARGV, 15))
+  if definition ~= '' then
+    cut_definition(timer, due)
+  end
+elseif keep == '' then
+  cut_definition(timer, due)
+  if not known and ARGV[8] == 'succeeded' then
+    drop_letter(task) -- it was taken for lost, and went on
+  end
 end
 local is_earlier = known and tonumber(retries) < tonumber(known_retries)
 if is_earlier or (holder and not is_idle(holder) and holder ~= message) then

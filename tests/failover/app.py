@@ -71,7 +71,7 @@ def fail(timer: CallbackTimer) -> None:
 
 
 @timers.callback
-def work(timer: CallbackTimer) -> str:
+def work(timer: CallbackTimer, **_: Any) -> str:
     """Write down that the run has begun, wait to be let go, and write down that it has ended."""
     what = {"name": timer.name, "run": timer.run, "task_id": work.request.id}
     write_down(**what, did="began")

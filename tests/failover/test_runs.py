@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import signal
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -197,6 +199,25 @@ def test_a_run_whose_worker_is_killed_is_lost_and_sent_again_if_asked(
     assert deployment.timers.get_dead_letters() == []
 
 
+def test_a_one_shot_that_is_lost_can_be_sent_again_as_it_was(deployment: Deployment) -> None:
+    deployment.start_beat()
+    worker = deployment.start_worker(*TWO)
+    soon = datetime.now(timezone.utc) + timedelta(seconds=0.5)
+    options = {"kwargs": {"what": "secret"}, "headers": {"tenant": "acme"}, "time_limit": 50}
+    deployment.timers.create_timer("once", soon, WORK, **options)
+    wait_until(lambda: did(deployment, "once"), "the run to begin", 15)
+    worker.kill()
+    wait_state(deployment, "once", "lost")
+    assert deployment.timers.get_timer("once").kwargs == {}, "it is kept in the letter alone"
+    (letter,) = deployment.timers.get_dead_letters()
+    deployment.timers.requeue_dead_letter(letter)
+    wait_until(lambda: deployment.messages, "the message", 15)
+    (message,) = deployment.messages
+    assert message["headers"]["tenant"] == "acme"
+    assert message["headers"]["timelimit"] == [50, None]
+    assert json.loads(base64.b64decode(message["body"]))[1] == {"what": "secret"}
+
+
 def test_a_run_whose_process_is_gone_is_sent_again_if_asked(deployment: Deployment) -> None:
     deployment.start_beat()
     deployment.start_worker(*TWO)
@@ -288,6 +309,34 @@ def test_cancel_other_ends_the_run_that_is_out(deployment: Deployment) -> None:
     assert done()[:3] == ["began 1", "began 2", "began 3"]
     found = {record.number: record.state for record in deployment.timers.get_runs("often")}
     assert found[1] == "revoked"
+
+
+def test_cancel_other_ends_what_no_worker_has_started_or_a_dead_one_has(
+    deployment: Deployment,
+) -> None:
+    deployment.start_beat()
+    worker = deployment.start_worker(*TWO)
+    often = {"overlap": "cancel_other", "coalesce": False, "resend_lost": True}
+    deployment.timers.create_timer("often", 1.0, WORK, **often)
+    wait_until(lambda: did(deployment, "often"), "the first run to begin", 15)
+    worker.kill()
+    began = len(did(deployment, "often"))
+
+    def sent() -> list[RunRecord]:
+        return deployment.timers.get_runs("often")
+
+    wait_until(lambda: len(sent()) >= began + 4, "runs that no worker starts", 15)
+    deployment.timers.pause_timer("often")
+    last = max(record.number or 0 for record in sent())
+    deployment.start_worker("-P", "prefork", "-c", "4")
+    wait_until(lambda: f"began {last}" in did(deployment, "often"), "the last run to begin", 15)
+    deployment.pass_time(2 * LEASE)
+    assert did(deployment, "often")[began:] == [f"began {last}"]
+    let_go(deployment, "often")
+    wait_until(lambda: f"ended {last}" in did(deployment, "often"), "the last run to end", 5)
+    states = [record.state for record in sent() if record.number != last]
+    assert set(states) == {"revoked"}
+    assert deployment.timers.get_dead_letters() == []
 
 
 def test_a_killed_worker_holds_a_timer_up_for_no_longer_than_its_lease(

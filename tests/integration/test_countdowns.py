@@ -26,7 +26,13 @@ from kombu.exceptions import EncodeError, OperationalError
 from kombu.serialization import register
 from kombu.utils import json as kombu_json
 
-from celery_dtimer import DistributedTimer, InvalidTimerError, PendingTask, SettingsError
+from celery_dtimer import (
+    DistributedTimer,
+    InvalidTimerError,
+    PendingTask,
+    SettingsError,
+    TimerNotFoundError,
+)
 from celery_dtimer.countdowns import pending
 from celery_dtimer.model import (
     ONCE,
@@ -37,7 +43,7 @@ from celery_dtimer.model import (
     is_countdown_id,
 )
 from celery_dtimer.publisher import Publisher, UnsendableError
-from celery_dtimer.store import Message, Reading, Store
+from celery_dtimer.store import Message, OutRun, Reading, Settlement, Store
 from tests.conftest import FreshRedis, MakeApp
 from tests.integration.conftest import StartTimers
 from tests.servers import RabbitMQ, RedisServer
@@ -709,6 +715,94 @@ def test_the_chord_of_a_cancelled_part_fails(results_shop: Shop, serializer: str
     for call in shop.timers.get_pending():
         assert shop.timers.cancel(call.task_id) is True
     assert shop.app.AsyncResult(body.id).state == "FAILURE"
+
+
+def test_a_beat_waits_for_no_result_backend_when_it_revokes(
+    results_shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = results_shop
+    answers = threading.Event()
+    marked: list[str] = []
+
+    def mark(_: Any, task_id: str, *__: Any, **___: Any) -> None:
+        answers.wait(20)
+        marked.append(task_id)
+
+    monkeypatch.setattr(type(shop.add.backend), "mark_as_revoked", mark)
+    result = shop.add.apply_async((1,), countdown=HOUR)
+    publisher = Publisher(shop.app, timeout=5)
+    publisher.revoke([result.id, "another"])
+    assert (shop.timers.get_pending(), marked) == ([], [])
+    answers.set()
+    wait_until(lambda: marked == [result.id], "the result to be written")
+    publisher.close()
+
+
+def test_cancelling_the_retry_of_a_run_ends_it_wherever_it_is_done(
+    make_shop: Callable[..., Shop],
+) -> None:
+    """Also in a process that does not know its task."""
+    shop, other = make_shop(results=True), make_shop(results=True)
+    timer_id = shop.timers.create_timer("nightly", HOUR, "shop.add", overlap="skip")
+    header = {
+        "id": timer_id,
+        "name": "nightly",
+        "service": "orders",
+        "instance": "a",
+        "scheduled_at": "2026-01-01T03:00:00.000+00:00",
+        "run": 1,
+    }
+    shop.add.apply_async(
+        (1,), task_id="run-1", countdown=HOUR, retries=1, headers={"dtimer": header}
+    )
+    run = OutRun("run-1", timer_id, 1_767_236_400_000, 1)
+    shop.store.run_started(run, lease_ms=60_000, limit_ms=0, redelivered=False)
+    shop.store.run_ended(run, "retried", keep_ms=HOUR * 1000)
+    other.app.tasks.pop("shop.add")
+    assert other.timers.cancel("run-1") is True
+    assert other.app.AsyncResult("run-1").state == "REVOKED"
+    assert shop.store.out_run("run-1") is None
+    (record,) = shop.timers.get_runs()
+    assert record.state == "revoked"
+
+
+def test_what_a_pending_call_carries_is_not_shown(shop: Shop) -> None:
+    shop.add.apply_async(("secret",), {"key": "secret"}, countdown=HOUR, headers={"a": "secret"})
+    (call,) = shop.timers.get_pending()
+    assert call.args == ["secret"]
+    assert "secret" not in repr(call)
+    shop.clear()
+
+
+def test_pages_that_can_not_be_are_refused(shop: Shop) -> None:
+    for wrong in (-1, 10**400, 1.5, True, "1"):
+        for name in ("offset", "limit"):
+            with pytest.raises(InvalidTimerError, match=f"{name}="):
+                shop.timers.get_pending(**{name: wrong})  # type: ignore[arg-type]
+    assert shop.timers.get_pending(offset=2**53, limit=2**53) == []
+
+
+def test_a_call_that_was_given_up_is_pending_again_when_it_is_requeued(shop: Shop) -> None:
+    shop.add.apply_async((1,), task_id="the-task", countdown=HOUR)
+    definition = shop.definitions()[0]
+    epoch = shop.store.register("a", {"service": "orders"}).epoch
+    shop.store.hold(definition, delay_ms=0)
+    shop.store.reap("a", epoch)
+    (due,) = shop.store.due("a", epoch, Reading(5)).timers
+    shop.store.commit("a", epoch, 1, [Settlement(due, "broken", reason="why")])
+    (letter,) = shop.timers.get_dead_letters()
+    assert (letter.task_id, letter.task) == ("the-task", "shop.add")
+    shop.timers.requeue_dead_letter(letter)
+    assert [each.task_id for each in shop.timers.get_pending()] == ["the-task"]
+    assert (shop.timers.get_dead_letters(), shop.timers.get_runs()) == ([], [])
+    shop.clear()
+    shop.store.leave("a", epoch)
+
+
+def test_no_letter_has_an_odd_id(shop: Shop) -> None:
+    for id in ("", "gone", "\udc80", 7):
+        with pytest.raises(TimerNotFoundError, match="no dead letter has the id"):
+            shop.timers.requeue_dead_letter(id)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_broker_up", [True, False])

@@ -20,7 +20,7 @@ from celery_dtimer.publisher import (
     RefusedError,
     UnsendableError,
 )
-from celery_dtimer.store import Store
+from celery_dtimer.store import OutRun, Store
 from tests.conftest import FreshRedis
 from tests.integration.conftest import START_MS, Beat, Broker, MakeService, Service
 
@@ -88,6 +88,10 @@ def test_a_one_shot_runs_once_and_is_kept_without_its_arguments(beat: Beat, brok
     assert beat.step() == Pass(sent=1)
     assert broker.sent[0].definition.args == ["secret"]
     assert beat.service.state(timer.id).is_finished
+    assert beat.service.store.definitions([timer.id]) == [timer.blob], "it may be lost"
+    run = broker.sent[0]
+    out = OutRun(run.task_id, timer.id, run.scheduled_ms, run.number)
+    assert beat.service.store.run_ended(out, "succeeded")
     assert "secret" not in str(beat.service.store.definitions([timer.id]))
     beat.service.add(at_ms=START_MS + 50, args=("secret",))
     assert beat.step() == Pass()

@@ -11,7 +11,7 @@ from celery.utils.dispatch import Signal
 
 from celery_dtimer import DistributedTimer, history, signals
 from celery_dtimer.membership import Identity, Membership
-from celery_dtimer.model import Run, new_requeued_id, to_datetime
+from celery_dtimer.model import Run, new_requeued_id, resent_id, to_datetime
 from celery_dtimer.policy import Policy
 from celery_dtimer.publisher import BrokerDownError, RefusedError, UnsendableError
 from celery_dtimer.runs import DeadLetter, LostRuns, read_letters, read_runs
@@ -121,10 +121,51 @@ def test_cancel_other_revokes_what_is_out(beat: Beat, broker: Broker) -> None:
     step_at(beat, 20)
     assert broker.slots() == [10, 20]
     assert broker.revoked == [broker.sent[0].task_id]
-    end(beat.service, broker.sent[0], "revoked")
     end(beat.service, broker.sent[1])
     step_at(beat, 30)
     assert broker.revoked == [broker.sent[0].task_id]
+
+
+def test_what_was_revoked_is_out_no_more_even_if_its_worker_is_dead(
+    beat: Beat, broker: Broker
+) -> None:
+    beat.service.add(every=10, policy=Policy(overlap="cancel_other", resend_lost=3))
+    step_at(beat, 10)
+    start(beat.service, broker.sent[0])
+    step_at(beat, 20)
+    start(beat.service, broker.sent[1], "m2")
+    beat.service.clock.advance(beat.service.settings.run_lease - 1)
+    beat.service.store.renew_runs([(broker.sent[1].task_id, "m2")], 60_000)
+    beat.service.clock.advance(2)
+    beat.store.heartbeat(beat.instance, beat.lease.epoch)
+    assert LostRuns(beat.service.store).step(beat.lease) == 0
+    states = {record.number: record.state for record in read_runs(beat.service.store)}
+    assert states == {1: "revoked", 2: "started"}
+    assert beat.service.store.revoked_runs() == [broker.sent[0].task_id]
+
+
+def test_a_run_that_is_sent_again_cancels_no_newer_one(beat: Beat, broker: Broker) -> None:
+    policy = Policy(overlap="cancel_other", resend_lost=1)
+    timer = beat.service.add(every=10, policy=policy)
+    step_at(beat, 10)
+    start(beat.service, broker.sent[0])
+    end(beat.service, broker.sent[0], "failed")
+    lost = resent_id(1, broker.sent[0].task_id)
+    parent = beat.service.store
+    out = OutRun(broker.sent[0].task_id, timer.id, START_MS + 10_000, 1)
+    parent.run_ended(out, "failed", letter={"reason": "failed"})
+    step_at(beat, 20)
+    start(beat.service, broker.sent[1])
+    for id in (lost, new_requeued_id()):
+        ((letter, _),) = parent.dead_letters()
+        assert parent.requeue(letter, id, timer.id, timer.revision, timer.blob)
+        parent.run_ended(out, "failed", letter={"reason": "failed"})
+        beat.step()
+    assert (broker.slots(), broker.revoked) == ([10, 20], [])
+    end(beat.service, broker.sent[1])
+    beat.step()
+    assert len(broker.sent) == 3, "one after the other"
+    assert broker.revoked == []
 
 
 def test_a_run_waits_while_the_one_before_can_not_be_revoked(

@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 
 from celery_dtimer import runs
-from celery_dtimer.errors import FencedError
-from celery_dtimer.model import Definition, new_trigger_id, resent_id
+from celery_dtimer.errors import FencedError, InvalidTimerError
+from celery_dtimer.model import (
+    Definition,
+    Run,
+    decode_definition,
+    new_requeued_id,
+    new_trigger_id,
+    resent_id,
+)
 from celery_dtimer.planning import Skip
 from celery_dtimer.policy import Policy
-from celery_dtimer.runs import LostRuns
+from celery_dtimer.runs import LostRuns, requeued
 from celery_dtimer.store import (
     BATCH,
     DueTimer,
@@ -358,6 +365,7 @@ def test_run_ended_for_good_leaves_a_dead_letter(service: Service, timer: Defini
             "timer": timer.id,
             "due": str(START_MS),
             "number": "3",
+            "shard": "0",
             "task_id": "task",
             "retries": "1",
             "where": "w1",
@@ -824,6 +832,7 @@ def test_lose_puts_the_run_among_the_dead_letters(
             "name": "näme",
             "due": str(START_MS),
             "number": "3",
+            "shard": "0",
             "task_id": "task",
             "retries": "1",
             "reason": "lost",
@@ -1102,6 +1111,231 @@ def test_requeue_goes_with_the_timer_that_it_belongs_to(
     assert not service.exists(id)
 
 
+# ------------------------------------------------------------------ the last run of a timer
+
+
+def finish(service: Service, epoch: int, **fields: Any) -> Definition:
+    """Let a timer's only run be sent; return its definition."""
+    timer = service.add("once", at_ms=START_MS, **fields)
+    due = service.due_one("a", epoch)
+    settlement = Settlement(due, "run", summary=timer.summary)
+    assert service.commit("a", epoch, settlement) == [1]
+    return timer
+
+
+def definition_of(service: Service, timer: Definition) -> str | None:
+    """Return what is stored of a timer's definition."""
+    return service.store.definitions([timer.id])[0]
+
+
+def test_run_ended_of_the_last_run_cuts_the_definition(service: Service, epoch: int) -> None:
+    timer = finish(service, epoch, args=("secret",))
+    start(service, run_of(timer))
+    assert definition_of(service, timer) == timer.blob
+    end(service, run_of(timer), runs.RETRIED, keep_ms=5000)
+    end(service, run_of(timer, "other", scheduled_ms=START_MS - 1))
+    assert definition_of(service, timer) == timer.blob
+    end(service, run_of(timer, retries=1))
+    assert definition_of(service, timer) == timer.summary
+    assert decode_definition(timer.summary).is_cut
+    assert service.field(timer.id, "summary") is None
+
+
+def test_run_ended_of_the_last_run_leaves_the_definition_of_a_timer_that_goes_on(
+    service: Service, epoch: int
+) -> None:
+    timer = finish(service, epoch, args=(1,))
+    again = service.add("once", at_ms=START_MS + 5000, args=(2,))
+    end(service, run_of(timer))
+    assert definition_of(service, timer) == again.blob
+    service.clock.advance(5)
+    assert service.commit("a", epoch, Settlement(service.due_one("a", epoch), "run")) == [1]
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_the_letter_of_the_last_run_holds_the_definition_or_the_timer_does(
+    service: Service, epoch: int, size: int
+) -> None:
+    timer = finish(service, epoch, args=("x" * size,), options={"queue": "q"})
+    end(service, run_of(timer), runs.FAILED, letter={"reason": "failed"})
+    (row,) = letters(service).values()
+    assert ("definition" in row) is (size < 65536)
+    assert requeued(service.store, row) == (timer_like(timer), None)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_the_letter_of_a_last_run_that_was_lost_holds_the_definition_or_the_timer_does(
+    service: Service, epoch: int, size: int
+) -> None:
+    timer = finish(service, epoch, args=("x" * size,), options={"queue": "q"})
+    start(service, run_of(timer))
+    service.clock.advance(RUN_LEASE)
+    service.store.heartbeat("a", epoch)
+    assert lose(service, epoch) == 1
+    (row,) = letters(service).values()
+    assert ("definition" in row) is (size < 65536)
+    assert requeued(service.store, row) == (timer_like(timer), None)
+
+
+class timer_like:  # noqa: N801 - stands for a value
+    """Equals every definition that is stored as the one it was made of."""
+
+    def __init__(self, definition: Definition) -> None:
+        self._blob = definition.blob
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Definition) and other.blob == self._blob
+
+    __hash__ = object.__hash__
+
+
+def test_the_letter_of_the_last_run_that_is_given_up_holds_the_definition(
+    service: Service, epoch: int
+) -> None:
+    timer = service.add("once", at_ms=START_MS, args=(1,))
+    due = service.due_one("a", epoch)
+    assert service.commit("a", epoch, given_up(due, None, timer.summary)) == [1]
+    (row,) = letters(service).values()
+    assert row["definition"] == timer.blob
+
+
+def test_a_letter_that_does_not_tell_what_to_send_is_kept(service: Service, epoch: int) -> None:
+    timer = finish(service, epoch, args=(1,))
+    end(service, run_of(timer))
+    end(service, run_of(timer), runs.FAILED, letter={"reason": "failed", "name": "once"})
+    (row,) = letters(service).values()
+    with pytest.raises(InvalidTimerError, match=r"'once' .* has had its last run, and is over"):
+        requeued(service.store, row)
+
+
+def test_run_ended_of_a_lost_run_that_has_succeeded_takes_its_letter_back(
+    service: Service, epoch: int, timer: Definition, lost: tuple[str, str]
+) -> None:
+    assert lose(service, epoch, lost) == 1
+    end(service, run_of(timer, "other", retries=1), letter={"reason": "failed"}, state=runs.FAILED)
+    end(service, run_of(timer, number=3, retries=1))
+    assert letters(service).keys() == {"other"}
+
+
+# ------------------------------------------------------------------ what a letter tells
+
+
+SHARDED = {"policy": Policy(shards=4), "every": 3600}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_of_a_run_with_several_messages_only_one_is_sent_again(
+    service: Service, epoch: int, is_told: bool
+) -> None:
+    timer = service.add("sharded", **SHARDED)
+    letter = {"reason": "failed", **({"shards": "4"} if is_told else {})}
+    end(service, run_of(timer, shard=2), runs.FAILED, letter=letter)
+    (row,) = letters(service).values()
+    assert requeued(service.store, row) == (timer_like(timer), 2)
+    id = new_requeued_id(2)
+    run = Run("s", "a", timer.id, id, 1, START_MS, 1, timer)
+    assert [(part.shard_index, part.shard_total) for part in run.parts] == [(2, 4)]
+    every = run._replace(identity=new_requeued_id())
+    assert len(every.parts) == len({part.task_id for part in every.parts}) == 4
+
+
+@pytest.mark.parametrize(("then", "told"), [(2, None), (8, 4), (1, None)])
+def test_a_message_of_a_run_is_not_sent_as_one_of_another_number(
+    service: Service, epoch: int, then: int, told: int | None
+) -> None:
+    timer = service.add("sharded", every=3600, policy=Policy(shards=then))
+    letter = {"reason": "failed"} | ({} if told is None else {"shards": str(told)})
+    end(service, run_of(timer, shard=2), runs.FAILED, letter=letter)
+    (row,) = letters(service).values()
+    with pytest.raises(InvalidTimerError, match=f"has {then} shards by now"):
+        requeued(service.store, row)
+
+
+def test_no_canvas_is_sent_for_a_task_in_it_of_which_too_little_is_known(
+    service: Service, epoch: int
+) -> None:
+    timer = service.add("canvas", every=3600, task="celery.chain", args=(1,))
+    for letter, why in (
+        ({"reason": "lost"}, "is a canvas"),
+        ({"reason": "failed", "task": "tasks.step"}, "'tasks.step' with arguments"),
+    ):
+        end(service, run_of(timer), runs.FAILED, letter=letter)
+        (row,) = letters(service).values()
+        with pytest.raises(InvalidTimerError, match=why):
+            requeued(service.store, row)
+    call = {"reason": "failed", "task": "tasks.step", "call": "[[1],{}]"}
+    end(service, run_of(timer), runs.FAILED, letter=call)
+    (row,) = letters(service).values()
+    definition, _ = requeued(service.store, row)
+    assert (definition.task, definition.args, definition.options) == ("tasks.step", [1], {})
+
+
+# ------------------------------------------------------------------ revoke_runs
+
+
+def test_revoke_runs_ends_their_leases_and_says_so(service: Service, timer: Definition) -> None:
+    note(service, held(timer))
+    start(service, run_of(timer))
+    start(service, run_of(timer, "other"))
+    service.store.revoke_runs(["task", "gone"], "why")
+    assert (line(service), leases(service).keys(), open_runs(service, timer)) == (
+        None,
+        {"other"},
+        {},
+    )
+    assert noted(service)[-1] | {"at": ""} == {
+        "at": "",
+        "task_id": "task",
+        "timer": timer.id,
+        "number": "1",
+        "due": str(START_MS),
+        "shard": "0",
+        "retries": "0",
+        "state": "revoked",
+        "error": "why",
+    }
+    assert sorted(service.store.revoked_runs()) == ["gone", "task"]
+
+
+def test_revoke_runs_lets_whoever_waits_for_them_be_looked_at(service: Service, epoch: int) -> None:
+    timer = service.add("timer", every=10, policy=Policy(overlap="buffer_one"))
+    note(service, held(timer, "task"))
+    service.clock.advance(10)
+    service.store.heartbeat("a", epoch)
+    due = service.due_one("a", epoch)
+    assert service.commit("a", epoch, Settlement(due, "waits", reason="next")) == [1]
+    assert woken_by(service, lambda: service.store.revoke_runs(["task"], "")) == {"a"}
+    assert service.due_one("a", epoch).id == timer.id
+
+
+def test_revoke_runs_keeps_the_ids_for_a_day(service: Service, timer: Definition) -> None:
+    service.store.revoke_runs([f"task-{n}" for n in range(BATCH + 1)], "")
+    assert len(service.store.revoked_runs()) == BATCH + 1
+    service.clock.advance(86_400)
+    service.store.revoke_runs(["new"], "")
+    assert service.store.revoked_runs() == ["new"]
+
+
+def test_revoke_runs_keeps_the_newest_ids(service: Service, timer: Definition) -> None:
+    key = service.keys("revoked_runs")
+    service.redis.zadd(key, {f"task-{n:05}": START_MS - 10_000 + n for n in range(10_000)})
+    service.store.revoke_runs(["new"], "")
+    assert service.redis.zcard(key) == 10_000
+    assert service.redis.zscore(key, "task-00000") is None
+    assert service.redis.zscore(key, "task-00001") is not None
+
+
+def test_revoke_runs_over_keys_edited_by_hand_ends_the_others(
+    service: Service, timer: Definition
+) -> None:
+    start(service, run_of(timer))
+    edit(service, "nonsense", "odd")
+    spoil(service, service.keys("revoked_runs"), service.keys("runs"))
+    service.store.revoke_runs(["odd", "task"], "")
+    assert (line(service), leases(service)) == (None, {})
+    service.redis.delete(service.keys("revoked_runs"), service.keys("runs"))
+
+
 # ------------------------------------------------------------------ purge_dead
 
 
@@ -1181,7 +1415,6 @@ def test_commit_of_a_run_that_is_given_up_keeps_a_letter_and_moves_on(
             "reason": "refused",
             "where": "a",
             "error": 'no "q"\n é',
-            "definition": "",
             "at": str(service.clock.now_ms),
         }
     }
@@ -1311,7 +1544,6 @@ def test_commit_of_a_broken_timer_keeps_a_letter_of_its_run(
             "reason": "broken",
             "where": "a",
             "error": "100 %s\n é",
-            "definition": "",
             "at": str(service.clock.now_ms),
         }
     }

@@ -16,7 +16,8 @@ import redis
 from celery_dtimer.errors import FencedError
 from celery_dtimer.model import ONCE, UNASSIGNED, Definition, new_trigger_id
 from celery_dtimer.planning import Plan, Skip
-from celery_dtimer.runs import definition_to_requeue, read_letters
+from celery_dtimer.policy import Policy
+from celery_dtimer.runs import read_letters, requeued
 from celery_dtimer.store import (
     IN_FLIGHT,
     DueTimer,
@@ -1723,7 +1724,11 @@ def test_commit_never_goes_back(service: Service, epoch: int, due: DueTimer) -> 
 
 
 @pytest.mark.parametrize("source", ["", "app"])
-def test_commit_of_the_last_run_keeps_a_one_shot_for_a_while(service: Service, source: str) -> None:
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_commit_of_the_last_run_keeps_a_one_shot_for_a_while(
+    make_service: type[Service], source: str, is_tracked: bool
+) -> None:
+    service = make_service(track_runs=is_tracked)
     epoch = service.join()
     timer = service.add(at_ms=START_MS, source=source, args=(1,))
     due = service.due_one("a", epoch)
@@ -1731,9 +1736,30 @@ def test_commit_of_the_last_run_keeps_a_one_shot_for_a_while(service: Service, s
     state = service.state(timer.id)
     assert state.is_finished
     assert (state.runs, state.last_run_ms, state.due_ms) == (1, START_MS, None)
-    assert service.store.definitions([timer.id]) == [timer.summary]
+    kept = timer.blob if is_tracked else timer.summary  # until its run has ended
+    assert service.store.definitions([timer.id]) == [kept]
     until = float("inf") if source else START_MS + KEEP_MS
     assert service.store.scores("inactive_timers") == {timer.id: until}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"policy": Policy(resend_lost=1), "args": (1,)},
+        {"policy": Policy(shards=2), "args": (1,)},
+        {"task": "celery.chain", "args": (1,)},
+        {},
+    ],
+)
+def test_commit_of_the_last_run_leaves_a_definition_that_may_be_sent_in_parts(
+    service: Service, fields: dict[str, Any]
+) -> None:
+    epoch = service.join()
+    timer = service.add(at_ms=START_MS, **fields)
+    due = service.due_one("a", epoch)
+    service.commit("a", epoch, Settlement(due, "run", summary=timer.summary))
+    assert service.store.definitions([timer.id]) == [timer.blob]
+    assert service.field(timer.id, "summary") is None
 
 
 def test_commit_of_the_last_run_keeps_nothing_when_told_so(
@@ -2436,10 +2462,14 @@ def test_commit_keeps_a_countdown_that_can_not_be_sent_as_a_dead_letter(service:
     assert (letter.reason, letter.error, letter.task_id) == ("broken", "why", held().name)
     assert letter.task == held().task
     ((id, row),) = service.store.dead_letters()
-    found = definition_to_requeue(service.store, row)
+    found = requeued(service.store, row)[0]
     assert found.blob == held().blob
-    assert service.store.requeue(id, new_trigger_id(), timer.id, found.revision, found.blob)
-    assert service.due_one("a", epoch).parent == timer.id
+    assert service.store.requeue(id, timer.id, "", found.revision, found.blob)
+    again = service.due_one("a", epoch)
+    assert (again.id, again.parent) == (timer.id, "")
+    assert service.commit("a", epoch, Settlement(again, "run")) == [1]
+    assert not service.exists(timer.id)
+    assert [entry for entry in service.store.history(0) if "sent" in entry] == []
 
 
 def test_a_countdown_fails_over_like_any_timer(service: Service) -> None:

@@ -15,7 +15,13 @@ from celery.app.trace import build_tracer
 from celery.exceptions import Ignore, Reject, TimeLimitExceeded, WorkerLostError
 from celery.worker import state as worker_state
 
-from celery_dtimer import CallbackTimer, DeadLetter, DistributedTimer, RunRecord
+from celery_dtimer import (
+    CallbackTimer,
+    DeadLetter,
+    DistributedTimer,
+    InvalidTimerError,
+    RunRecord,
+)
 from celery_dtimer.store import Store
 from celery_dtimer.tracking import LeaseRenewals, RunTracker
 from tests.conftest import FreshRedis, MakeApp
@@ -31,6 +37,15 @@ def plain() -> None:
 
 def pass_by(timer: CallbackTimer) -> None:
     """Do nothing, as a callback."""
+
+
+class Starting:
+    """Stands for a worker that starts, or ends, as the sender of a signal."""
+
+    hostname = WORKER
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
 
 
 class Bench:
@@ -233,11 +248,41 @@ def test_arguments_are_kept_for_a_failed_run_if_they_can_be(bench: Bench) -> Non
     assert bench.letters()[0].args is None
     bench.run(task, "x" * 100_000)
     assert bench.letters()[0].args is None
+    with pytest.raises(InvalidTimerError, match="arguments that the letter does not hold"):
+        bench.timers.requeue_dead_letter(bench.letters()[0])
+    bench.timers.update_timer("nightly", callback=task)  # then the timer has them
     bench.timers.requeue_dead_letter(bench.letters()[0])
     assert bench.letters() == []
 
 
 # ------------------------------------------------------------------ what others tell
+
+
+def test_a_worker_that_starts_drops_what_was_revoked_meanwhile(bench: Bench) -> None:
+    other = DistributedTimer(bench.app, "reports")
+    bench.timers.store.revoke_runs(["run-1"], "")
+    other.store.revoke_runs(["run-2"], "")
+    bench.tracker.services.add("orders")
+    worker = Starting(bench.app)
+    signals.worker_ready.send(sender=worker)
+    try:
+        assert "run-1" in worker_state.revoked
+        assert "run-2" in worker_state.revoked
+    finally:
+        signals.worker_shutdown.send(sender=worker)
+        worker_state.revoked.clear()
+        other.store.close()
+
+
+def test_a_worker_starts_without_redis_too(
+    make_app: MakeApp, fresh_redis: FreshRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app(dtimer_redis_url=fresh_redis(running=False).url)
+    DistributedTimer(app)
+    worker = Starting(app)
+    signals.worker_ready.send(sender=worker)
+    signals.worker_shutdown.send(sender=worker)
+    assert "can not be noted now" in caplog.text
 
 
 def test_a_process_that_is_gone_is_a_failure(bench: Bench) -> None:

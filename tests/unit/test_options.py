@@ -178,7 +178,7 @@ def test_a_signature_is_copied_and_shares_nothing_that_is_written_to() -> None:
 
 BAD: list[tuple[str, Any]] = [
     *(("serializer", value) for value in ("jsn", 1, [])),
-    *(("priority", value) for value in ("3", 1.5, True)),
+    *(("priority", value) for value in ("3", 1.5, True, -1, 256, 10**400)),
     *(("headers", value) for value in ("a", [1])),
     *(("queue", value) for value in (5, ["q"], True)),
     *(("exchange", value) for value in (5, b"e")),
@@ -241,6 +241,8 @@ def test_exceptions_are_stored_by_their_full_names(value: Any, names: list[str])
     [
         *[("timeout", value) for value in (0, -1, "5", True)],
         *[("autoretry_for", value) for value in ((), [5], int, "a b", BaseException)],
+        *[("autoretry_for", value) for value in ("ValueErorr", "SystemExit", "a.b c", "a..b", "")],
+        *[("autoretry_for", value) for value in ("a." + "b" * 254, ["a.b"] * 101)],
         *[("max_retries", value) for value in (-1, 1.5, True, "3")],
         *[("retry_backoff", value) for value in (-1, "2")],
         *[("retry_backoff_max", value) for value in (-1, True)],
