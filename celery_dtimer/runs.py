@@ -325,12 +325,15 @@ def requeued(store: Store, row: Mapping[str, str]) -> tuple[Definition, int | No
     Raises:
         InvalidTimerError: neither the letter nor the timer tells.
     """
-    blob = row.get("definition") or store.definitions([row.get("timer", "")])[0]
-    if not blob:
+    kept = decode_definition(row["definition"]) if row.get("definition") else None
+    if kept is None or kept.is_cut:  # the timer may have been created again
+        blob = store.definitions([row.get("timer", "")])[0]
+        kept = decode_definition(blob) if blob else kept
+    if kept is None:
         raise _untold(row, "is gone")
-    definition = decode_definition(blob)
-    if definition.is_cut:
+    if kept.is_cut:
         raise _untold(row, "has had its last run, and is over")
+    definition = kept
     shards, shard = definition.policy.shards, maybe_whole(row.get("shard", ""))
     if shard is not None and shards != (
         maybe_whole(row.get("shards", "")) or max(shards, shard + 1)

@@ -234,10 +234,8 @@ class RunTracker:
         from celery.worker import state as worker_state  # only workers are to load it
 
         for service in self.services or {Settings.from_app(self._app).service}:
-            store = self._store(service)
             try:
-                if store is not None:
-                    worker_state.revoked.update(store.revoked_runs())
+                worker_state.revoked.update(self._stores.of(service).revoked_runs())
             except DistributedTimerError as exc:
                 self._outages.note(exc)
 

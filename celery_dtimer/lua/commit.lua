@@ -131,7 +131,7 @@ local function finish(timer, name, row, due, summary, done)
     return
   end
   call('HSET', name, 'status', 'stopped', 'reason', 'finished')
-  call('HDEL', name, 'owner', 'attempts', 'last_sent', 'due', 'at')
+  call('HDEL', name, 'owner', 'attempts', 'last_sent', 'due', 'at', 'summary')
   call('ZADD', INACTIVE, more[2] and '+inf' or whole(NOW + keep), timer)
   if summary ~= '' and done == 'run' and tracked == '1' then
     call('HSET', name, 'summary', summary)

@@ -380,9 +380,8 @@ end
 local LONGEST_DEFINITION = 65536
 
 local function finished_definition(timer)
-  local row = fields(key('timer', timer), 'reason', 'summary')
   local name = key('timer_definition', timer)
-  local length = row[1] == 'finished' and redis.pcall('STRLEN', name) or 0
+  local length = fields(key('timer', timer), 'reason')[1] == 'finished' and redis.pcall('STRLEN', name) or 0
   if type(length) == 'number' and length > 0 and length <= LONGEST_DEFINITION then
     return redis.call('GET', name)
   end

@@ -1206,6 +1206,20 @@ def test_a_letter_that_does_not_tell_what_to_send_is_kept(service: Service, epoc
     (row,) = letters(service).values()
     with pytest.raises(InvalidTimerError, match=r"'once' .* has had its last run, and is over"):
         requeued(service.store, row)
+    again = service.add("once", at_ms=START_MS + 5000, args=(2,))
+    assert requeued(service.store, row) == (timer_like(again), None)
+
+
+def test_what_is_cut_is_what_the_timer_was_when_it_finished_last(
+    service: Service, epoch: int
+) -> None:
+    finish(service, epoch, args=(1,))
+    timer = service.add("once", at_ms=START_MS + 5000)
+    service.clock.advance(5)
+    settlement = Settlement(service.due_one("a", epoch), "run", summary=timer.summary)
+    assert service.commit("a", epoch, settlement) == [1]
+    end(service, run_of(timer, scheduled_ms=START_MS + 5000))
+    assert definition_of(service, timer) == timer.blob
 
 
 def test_run_ended_of_a_lost_run_that_has_succeeded_takes_its_letter_back(
