@@ -25,7 +25,16 @@ from celery_dtimer.announcer import Announcer
 from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
 from celery_dtimer.faults import point
-from celery_dtimer.model import Definition, Lease, Run, is_countdown_id, resent_of
+from celery_dtimer.model import (
+    Definition,
+    Lease,
+    Run,
+    is_countdown_id,
+    is_one_message,
+    is_requeued,
+    requeued_task_id,
+    resent_of,
+)
 from celery_dtimer.overlaps import Overlaps
 from celery_dtimer.policy import Defaults
 from celery_dtimer.publisher import (
@@ -208,6 +217,7 @@ class Dispatcher:
         tally = _Tally()
         last, self._last = self._last, None
         self._settle(lease, tally)
+        self._overlaps.revoke_others()
         self._announcer.forget()
         started = self._clock()
         link = self._mode.link()
@@ -449,6 +459,8 @@ class Dispatcher:
     ) -> Run:
         assert isinstance(definition, Definition)  # noqa: S101 - else it would not be sent
         resent, known_id = resent_of(timer.id) if timer.parent else (0, "")
+        if timer.parent and is_requeued(timer.id) and is_one_message(timer.id, definition):
+            known_id = requeued_task_id(timer.id)
         return Run(
             self._store.settings.service,
             lease.instance,
@@ -593,6 +605,7 @@ class Dispatcher:
             self._overlaps.settled(settlement, code, lease.instance)
             if code == COMMITTED or message is None:
                 tally.counts[settlement.done] += 1
+        self._overlaps.revoke_others()
         if unsettled:
             logger.info("%s timers were not committed: %s ...", len(unsettled), unsettled[0])
         return put_off

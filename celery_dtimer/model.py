@@ -122,6 +122,17 @@ def is_requeued(id: str) -> bool:
     return id.startswith(_REQUEUED)
 
 
+def requeued_task_id(id: str) -> str:
+    """Return the task id of the one message that a dead letter is sent again as."""
+    return uuid_text(id.removeprefix(_REQUEUED), 4)
+
+
+def is_one_message(id: str, definition: Definition) -> bool:
+    """Say whether a hidden one-shot sends a single message of a definition."""
+    is_whole = definition.policy.shards == 1 or requeued_shard(id) is not None
+    return is_whole and definition.task not in CANVAS_KINDS
+
+
 def requeued_shard(id: str) -> int | None:
     """Return the only message of its run that a hidden one-shot sends, None when it sends all."""
     found = _REQUEUED_SHARD.fullmatch(id)
@@ -559,7 +570,7 @@ class Run(NamedTuple):
     shard_index: int = 0
     shard_total: int = 1  #: so many messages make up the run
     resent: int = 0  #: how often it was lost, and is sent again
-    known_id: str = ""  #: the task id that it had then
+    known_id: str = ""  #: the task id that it has had then, or that was told beforehand
 
     @property
     def task_id(self) -> str:

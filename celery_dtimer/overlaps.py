@@ -2,7 +2,8 @@
 
 Before such a run is sent it is noted, with a lease (see `celery_dtimer.runs`); so it holds up the
 next one from then on until a worker has reported its end, or its lease has ended. What was noted
-and is not sent after all is forgotten.
+and is not sent after all is forgotten. What is to end for a newer run is revoked when that is out:
+a newer run that is not sent, because its timer was paused just then say, ends nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from celery_dtimer import planning
 from celery_dtimer.model import Lease, Run, is_requeued
 from celery_dtimer.policy import BUFFER_ONE, CANCEL_OTHER, PLAIN
-from celery_dtimer.store import COMMITTED, HeldRun, Settlement, Store, refused
+from celery_dtimer.store import COMMITTED, HeldRun, Settlement, Store
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ class Overlaps:
         self._store = store
         self._revoke = revoke
         self._noted: dict[str, HeldRun] = {}  # by the id of the timer that is to be settled
+        self._others: dict[str, list[str]] = {}  # what is to be revoked then, likewise
+        self._revoking: list[str] = []
+        self._is_down = False
 
     def admit(
         self, lease: Lease, planned: list[Settlement], runs: list[Run]
@@ -45,16 +49,13 @@ class Overlaps:
             return planned, runs, []
         answers = self._store.open_runs(lease.instance, lease.epoch, [run for _, run in held])
         settled: dict[int, Settlement] = {}
-        cancelling: dict[int, list[str]] = {}  # what is to be revoked first, by place
         for (place, run), answer in zip(held, answers, strict=True):
             if answer == "busy":
                 settled[place] = _put_off(planned[place], runs[place], run)
                 continue
-            self._noted[planned[place].timer.id] = run
-            if answer.startswith("cancel "):
-                cancelling[place] = answer.split(" ")[1:]
-        if cancelling and not self._cancel([id for ids in cancelling.values() for id in ids]):
-            settled |= {place: refused(planned[place].timer) for place in cancelling}
+            id = planned[place].timer.id
+            self._noted[id] = run
+            self._others[id] = answer.split(" ")[1:]
         places = [place for place in range(len(runs)) if place not in settled]
         return (
             [planned[place] for place in places],
@@ -62,23 +63,10 @@ class Overlaps:
             list(settled.values()),
         )
 
-    def _cancel(self, task_ids: Sequence[str]) -> bool:
-        """End runs that are out, all of a batch at once; say whether the workers could be told.
-
-        They are no longer out then: else one whose worker is dead would be lost, and sent again.
-        """
-        try:
-            self._revoke(task_ids)
-        except Exception as exc:  # the broker's, of whatever kind: the next runs wait for it
-            logger.warning("Runs can not be revoked for the next ones of their timers: %s", exc)
-            return False
-        logger.info("Revoked for the next runs of their timers: %s", ", ".join(task_ids))
-        self._store.revoke_runs(task_ids, "revoked for the next run of its timer")
-        return True
-
     def settled(self, settlement: Settlement, code: int, instance: str) -> None:
         """Hear how a commit has answered: what was not sent is forgotten."""
-        run = self._noted.get(settlement.timer.id)
+        id = settlement.timer.id
+        run = self._noted.get(id)
         if run is None:
             return
         if code == COMMITTED:
@@ -86,9 +74,34 @@ class Overlaps:
         else:  # without a message it is out already
             is_over = settlement.done != "run" or settlement.message is not None
         if settlement.done != "refused" or code != COMMITTED:
-            del self._noted[settlement.timer.id]
+            del self._noted[id]
         if is_over:
             self._store.close_runs(instance, [run])
+        others = self._others.pop(id, [])
+        if settlement.done == "run" and not is_over:
+            self._revoking += others
+
+    def revoke_others(self) -> None:
+        """Revoke the runs for which newer ones were sent; what fails is tried again the next time.
+
+        They are no longer out then: else one whose worker is dead would be lost, and sent again.
+
+        Raises:
+            StoreError: Redis did not answer, or refused.
+        """
+        if not self._revoking:
+            return
+        try:
+            self._revoke(self._revoking)
+        except Exception as exc:  # the broker's, of whatever kind
+            if not self._is_down:
+                logger.warning("Runs can not be revoked for newer ones, trying again: %s", exc)
+            self._is_down = True
+            return
+        self._is_down = False
+        self._store.revoke_runs(self._revoking, "revoked for the next run of its timer")
+        logger.info("Revoked for the next runs of their timers: %s", ", ".join(self._revoking))
+        self._revoking = []
 
 
 def _is_held(run: Run) -> bool:

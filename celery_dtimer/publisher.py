@@ -202,11 +202,11 @@ class Publisher:
         if found is None:
             return None
         targets, template = found
-        total = run.definition.policy.shards
-        if total == 1:
+        if run.definition.policy.shards == 1:
             return Message(targets, (template.render(run, tag),))
-        values = map(template.render, run.parts, new_tags(total))
-        return Message(targets * total, tuple(values))
+        parts = run.parts
+        values = map(template.render, parts, new_tags(len(parts)))
+        return Message(targets * len(parts), tuple(values))
 
     def _template(self, run: Run) -> tuple[Any, Template] | None:
         if run.resent or run.definition.message is not None:  # its header says so, or it is there

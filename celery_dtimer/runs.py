@@ -28,6 +28,7 @@ from celery_dtimer import history
 from celery_dtimer.errors import InvalidTimerError, shown
 from celery_dtimer.model import (
     LAST_MS,
+    ONCE,
     Definition,
     Lease,
     Run,
@@ -37,6 +38,7 @@ from celery_dtimer.model import (
     to_ms,
 )
 from celery_dtimer.options import CANVAS_KINDS
+from celery_dtimer.policy import PLAIN
 from celery_dtimer.signals import tell, timer_failed
 from celery_dtimer.store import OutRun, Store, maybe_whole, out_run
 
@@ -150,6 +152,18 @@ def _call_of(text: str) -> tuple[list[Any], dict[str, Any]] | None:
         logger.warning("A dead letter holds arguments that can not be read: %s", exc)
         return None
     return (args, kwargs) if isinstance(args, list) and isinstance(kwargs, dict) else None
+
+
+def _options_of(text: str) -> dict[str, Any] | None:
+    """Return the options that a letter holds, None when it holds none."""
+    if not text:
+        return None
+    try:
+        options = json.loads(text)
+    except Exception as exc:  # Celery's typed values raise whatever their constructors raise
+        logger.warning("A dead letter holds options that can not be read: %s", exc)
+        return None
+    return options if isinstance(options, dict) else None
 
 
 def _moment(text: str) -> datetime | None:
@@ -320,43 +334,70 @@ def read_letter(store: Store, id: str) -> DeadLetter | None:
 def requeued(store: Store, row: Mapping[str, str]) -> tuple[Definition, int | None]:
     """Return what is sent for a dead letter, and which of its messages: None for all of them.
 
-    It is the timer's callback, with the letter's arguments.
+    It is what was sent, as far as the letter tells that; else what the timer sends, if that is the
+    same by all that is known. A run that was not sent goes out as its timer is by now.
 
     Raises:
         InvalidTimerError: neither the letter nor the timer tells.
     """
-    kept = decode_definition(row["definition"]) if row.get("definition") else None
-    if kept is None or kept.is_cut:  # the timer may have been created again
-        blob = store.definitions([row.get("timer", "")])[0]
-        kept = decode_definition(blob) if blob else kept
-    if kept is None:
-        raise _untold(row, "is gone")
-    if kept.is_cut:
-        raise _untold(row, "has had its last run, and is over")
-    definition = kept
-    shards, shard = definition.policy.shards, maybe_whole(row.get("shard", ""))
-    if shard is not None and shards != (
-        maybe_whole(row.get("shards", "")) or max(shards, shard + 1)
-    ):
-        raise _untold(row, f"has {shards} shards by now")
-    only = shard if shards > 1 else None
+    own, known, revision = _definitions_for(store, row)
+    shard, shards = maybe_whole(row.get("shard", "")), maybe_whole(row.get("shards", ""))
     task, call = row.get("task", ""), _call_of(row.get("call", ""))
+    options = _options_of(row.get("options", ""))
+    if task and call is not None and options is not None:
+        # How the message was sent is known: of the timer only whether its runs are held apart.
+        now = known or own
+        definition = Definition(
+            name=row.get("name", "") or (now.name if now is not None else row.get("timer", "")),
+            task=task,
+            schedule=ONCE if now is None else now.schedule,
+            args=call[0],
+            kwargs=call[1],
+            options=options,
+            policy=replace(PLAIN if now is None else now.policy, shards=shards or 1),
+        )
+        return definition, shard if definition.policy.shards > 1 else None
+    definition = _timers_own(row, own, known, revision)
+    total = definition.policy.shards
+    if shard is not None and total != (shards or max(total, shard + 1)):
+        raise _untold(row, f"has {total} shards by now")
+    only = shard if total > 1 else None
     if not task and row.get("reason") == LOST and definition.task in CANVAS_KINDS:
         raise _untold(row, "is a canvas, of which some task was lost")
-    if task not in ("", definition.task) and call is None:
-        raise _untold(row, f"has sent {shown(task)} with arguments that the letter does not hold")
-    if call is None or not task:
-        return definition, only
-    is_same = definition.task == task
-    changed = replace(
-        definition,
-        task=task,
-        args=call[0],
-        kwargs=call[1],
-        options=definition.options if is_same else {},
-        code_bound=False,
+    if task not in ("", definition.task):
+        raise _untold(row, f"has sent {shown(task)}, and the letter does not hold all of that")
+    if call is not None and task:
+        definition = replace(definition, args=call[0], kwargs=call[1], code_bound=False)
+    return definition, only
+
+
+def _definitions_for(
+    store: Store, row: Mapping[str, str]
+) -> tuple[Definition | None, Definition | None, str]:
+    """Return the definition in a letter, the one of its timer, and the revision of that."""
+    id = row.get("timer", "")
+    own = row.get("definition")
+    (blob,), (_, (state,)) = store.definitions([id]), store.states([id])
+    return (
+        decode_definition(own) if own else None,
+        decode_definition(blob) if blob else None,
+        "" if state is None else state.revision,
     )
-    return changed, only
+
+
+def _timers_own(
+    row: Mapping[str, str], own: Definition | None, known: Definition | None, revision: str
+) -> Definition:
+    """Return the definition that a letter is sent by, when it does not hold its whole message."""
+    if own is not None and not own.is_cut:
+        return own
+    if known is None:
+        raise _untold(row, "is gone")
+    if known.is_cut:
+        raise _untold(row, "has had its last run, and is over")
+    if row.get("revision", revision) != revision:
+        raise _untold(row, "was changed after the run was sent; trigger it instead")
+    return known
 
 
 def _untold(row: Mapping[str, str], why: str) -> InvalidTimerError:

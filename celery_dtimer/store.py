@@ -409,6 +409,8 @@ class Cancelled(NamedTuple):
     blob: str  #: its definition, "" when there was none
 
 
+#: The code of ``run_started.lua`` for a run that was revoked for a later one.
+REVOKED = 2
 #: The code of ``cancel.lua`` for what is out, or may be.
 IN_FLIGHT = 2
 
@@ -1102,8 +1104,8 @@ class Store:
             found = self.client.hgetall(self.keys("counters"))
         return {name: _number(count) for name, count in found.items()}
 
-    def run_started(self, run: OutRun, *, lease_ms: int, limit_ms: int, redelivered: bool) -> bool:
-        """Note that a worker has started a run; return False while another message of it runs.
+    def run_started(self, run: OutRun, *, lease_ms: int, limit_ms: int, redelivered: bool) -> int:
+        """Note that a worker has started a run; return the code of ``run_started.lua``.
 
         Args:
             run: as its message describes it.
@@ -1116,7 +1118,7 @@ class Store:
             *(run.retries, run.resent, limit_ms, lease_ms, run.message, int(redelivered)),
             *(self.settings.history, storable(run.worker)),
         )
-        return bool(answer)
+        return int(answer)
 
     def run_ended(
         self,
@@ -1257,9 +1259,11 @@ class Store:
             row = {} if at is None else self.client.hgetall(self.keys("dead_timer", id))
         return None if at is None else {**row, "at": str(int(at))}
 
-    def requeue(self, letter: str, id: str, parent: str, revision: str, blob: str) -> bool:
+    def requeue(
+        self, letter: str, id: str, parent: str, revision: str, blob: str, *, task_id: str = ""
+    ) -> bool:
         """Send what a letter holds by a hidden one-shot; return False when the letter is gone."""
-        return bool(self._call("requeue", letter, id, parent, revision, blob))
+        return bool(self._call("requeue", letter, id, parent, revision, blob, task_id))
 
     def purge_dead(self, until_ms: int | None, limit: int = BATCH) -> int:
         """Remove a batch of dead letters up to a moment; return how many."""

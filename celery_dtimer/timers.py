@@ -41,9 +41,11 @@ from celery_dtimer.model import (
     check_storable,
     decode_definition,
     is_countdown_id,
+    is_one_message,
     is_timer_id,
     new_requeued_id,
     new_trigger_id,
+    requeued_task_id,
     timer_id,
     to_datetime,
 )
@@ -664,7 +666,8 @@ class DistributedTimer:
 
         Raises:
             TimerNotFoundError: there is no such letter.
-            InvalidTimerError: its timer is gone, and the letter alone does not tell what to send.
+            InvalidTimerError: the letter does not tell all that is to be sent, and its timer is
+                gone, over, or was changed; the letter is kept.
         """
         id = letter.id if isinstance(letter, DeadLetter) else letter
         row = self.store.dead_letter(id) if isinstance(id, str) else None
@@ -672,12 +675,13 @@ class DistributedTimer:
             raise TimerNotFoundError(f"no dead letter has the id {shown(id)}")
         definition, shard = requeued(self.store, row)
         check_size(definition)
+        requeued_id, parent, task_id = definition.id, "", ""
         if definition.message is None:
             requeued_id, parent = new_requeued_id(shard), row.get("timer") or definition.id
-        else:
-            requeued_id, parent = definition.id, ""
+            if is_one_message(requeued_id, definition):
+                task_id = requeued_task_id(requeued_id)
         revision, blob = definition.revision, definition.blob
-        if not self.store.requeue(id, requeued_id, parent, revision, blob):
+        if not self.store.requeue(id, requeued_id, parent, revision, blob, task_id=task_id):
             raise TimerNotFoundError(f"no dead letter has the id {shown(id)} any more")
 
     def purge_dead_letters(self, before: datetime | None = None) -> int:

@@ -32,12 +32,13 @@ from celery_dtimer import runs
 from celery_dtimer.errors import DistributedTimerError, StoreUnavailableError
 from celery_dtimer.messages import moment_of
 from celery_dtimer.model import to_ms
+from celery_dtimer.options import RETRY_HEADER
 from celery_dtimer.runs import DeadLetter, error_text, read_letter
 from celery_dtimer.settings import Settings
 from celery_dtimer.signals import tell, timer_failed
-from celery_dtimer.store import OutRun, Store, encode_name
+from celery_dtimer.store import REVOKED, OutRun, Store, encode_name
 from celery_dtimer.stores import ProcessStores
-from celery_dtimer.worker import LONGEST_WAIT, CallbackTimer, timer_of
+from celery_dtimer.worker import LONGEST_WAIT, REVOKED_MARK, CallbackTimer, timer_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ _RENEWALS = 3  # of a lease, within its time
 _RENEW_AGAIN = 1.0  # seconds until leases that could not be renewed are tried again
 _UNTIL_KNOWN = 0.3  # seconds between two looks for runs, until the first has shown its lease
 _MOST_UNREPORTED = 1000
-_LONGEST_CALL = 64 * 1024  # bytes of arguments that a dead letter keeps
+_LONGEST_CALL = 64 * 1024  # bytes of arguments, or of options, that a dead letter keeps
 _LAST_PAUSE = 5.0  # seconds between two tries to report
 _PAUSE = 5.0  # seconds without a start being noted, once Redis did not answer
 
@@ -100,7 +101,7 @@ class RunTracker:
         limit = _time_limit(request, task)
         delivery = request.delivery_info or {}
         try:
-            store.run_started(
+            code = store.run_started(
                 _out_run(request, timer),
                 lease_ms=round(store.settings.run_lease * 1000),
                 limit_ms=0 if limit is None else round(limit * 1000) + _REPORT_MS,
@@ -110,6 +111,8 @@ class RunTracker:
             self._outages.note(exc)
         else:
             self._outages.end()
+            if code == REVOKED:  # a callback looks at it; nothing here can stop another task
+                setattr(request, REVOKED_MARK, True)
 
     def _on_end(
         self, task: Any = None, retval: Any = None, state: str | None = None, **_: Any
@@ -132,9 +135,12 @@ class RunTracker:
             error = error_text(reason or retval)
         elif kind == runs.FAILED:
             error = error_text(retval)
+        elif kind == runs.IGNORED and getattr(request, REVOKED_MARK, None) is True:
+            kind, error = runs.REVOKED, error_text(retval)
         letter = None
         if kind == runs.FAILED or (kind == runs.REJECTED and keep_ms is None):
-            letter = _letter(request, task.name, timer, kind, error, request.args, request.kwargs)
+            call = _call(request.args, request.kwargs)
+            letter = _letter(request, task.name, timer, kind, error, call)
         if store is not None:
             self._end(store, _out_run(request, timer), kind, took_ms, error, keep_ms, letter)
         if letter is not None:
@@ -159,7 +165,7 @@ class RunTracker:
         error = error_text(exception)
         request = sender.request if sender.request.id == task_id else None
         timer = None if request is None else timer_of(request)
-        letter = _letter(request, sender.name, timer, runs.FAILED, error, args, kwargs)
+        letter = _letter(request, sender.name, timer, runs.FAILED, error, _call(args, kwargs))
         if timer is None:  # Celery does not say whose it is: only what is stored of the run does
             self._fail_unknown(OutRun(task_id, worker=self._hostname), error, letter)
             return
@@ -212,14 +218,19 @@ class RunTracker:
         headers = getattr(message, "headers", None) or {}
         if "dtimer" not in headers or getattr(sender, "app", None) is not self._app:
             return
-        fields = {"properties": message.properties or {}, "hostname": sender.hostname, "id": id}
-        request = Context({**headers, **fields})
+        fields = {
+            "properties": message.properties or {},
+            "delivery_info": message.delivery_info or {},
+            "hostname": sender.hostname,
+            "id": id,
+        }
+        request = Context({**headers})
+        request.update(fields)
         timer = timer_of(request)
         store = None if timer is None else self._store(timer.service)
         if timer is not None and store is not None:
             error = f"the worker knows no task {name!r}"
-            letter = _letter(request, name, timer, runs.REJECTED, error, None, None)
-            letter["call"] = ""  # the message was not read
+            letter = _letter(request, name, timer, runs.REJECTED, error, _call_in(message))
             self._end(store, _out_run(request, timer), runs.REJECTED, None, error, None, letter)
             self._tell_soon(timer.service, letter)
 
@@ -484,12 +495,12 @@ def _letter(
     timer: CallbackTimer | None,
     reason: str,
     error: str,
-    args: Any,
-    kwargs: Any,
+    call: str,
 ) -> dict[str, str]:
     """Return what a dead letter holds of a run: enough to send it once more."""
-    letter = {"reason": reason, "task": task, "call": _call(args, kwargs)}
+    letter = {"reason": reason, "task": task, "call": call}
     if timer is not None:
+        letter["options"] = _json(_sent_options(request))
         letter |= {
             "name": timer.name,
             "timer": timer.id,
@@ -510,11 +521,51 @@ def _dead_letter(letter: Mapping[str, str]) -> DeadLetter:
     return DeadLetter.from_stored(letter["task_id"], {"at": str(now_ms), **letter})
 
 
+def _sent_options(request: Any) -> dict[str, Any]:
+    """Return the options that a run's message was sent with, as `create_timer` takes them.
+
+    As Celery takes them for a retry; but not what belongs to that message alone: its ids, its
+    place in a canvas, and its ``expires``.
+    """
+    told = request.as_execution_options()
+    headers = dict(told["headers"] or {})
+    for name in ("dtimer", "celery_beat_task"):
+        headers.pop(name, None)
+    options = {**(headers.pop(RETRY_HEADER, None) or {}), "headers": headers}
+    for name in ("link", "link_error", "soft_time_limit", "time_limit", "shadow"):
+        options[name] = told[name]
+    for name in ("stamped_headers", *(told.get("stamped_headers") or ())):
+        options[name] = told.get(name)
+    options["ignore_result"] = vars(request).get("ignore_result")  # the class says False for none
+    delivery = request.delivery_info or {}
+    options["priority"] = delivery.get("priority")
+    if delivery.get("exchange"):
+        options |= {name: delivery.get(name) for name in ("exchange", "routing_key")}
+    else:  # the default exchange: its routing keys are names of queues
+        options["queue"] = delivery.get("routing_key")
+    return {name: value for name, value in options.items() if value not in (None, {}, [])}
+
+
+def _call_in(message: Any) -> str:
+    """Return the arguments in a message that no task has taken, "" when they can not be read."""
+    try:
+        args, kwargs, _ = message.payload
+    except Exception as exc:  # of any serializer
+        logger.debug("The arguments of a message can not be kept: %s", exc)
+        return ""
+    return _call(args, kwargs)
+
+
 def _call(args: Any, kwargs: Any) -> str:
     """Return arguments as JSON, "" when they can not be kept."""
+    return _json([list(args or ()), dict(kwargs or {})])
+
+
+def _json(value: Any) -> str:
+    """Return a value as JSON, "" when it can not be kept."""
     try:
-        text = json.dumps([list(args or ()), dict(kwargs or {})])
+        text = json.dumps(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        logger.debug("The arguments of a failed run can not be kept: %s", exc)
+        logger.debug("A dead letter can not keep %s: %s", type(value).__name__, exc)
         return ""
     return text if len(text) <= _LONGEST_CALL else ""

@@ -173,6 +173,7 @@ _POSITIONAL = (
 
 
 _ADMITTED = "dtimer_admitted"
+REVOKED_MARK = "dtimer_revoked"  #: the attribute of requests whose runs were revoked for later ones
 
 
 def _map_of(task: Any) -> Any:
@@ -260,6 +261,8 @@ def callback_body(
         if request is None:
             return function(*args, **kwargs)
         timer = timer_of(request)
+        if getattr(request, REVOKED_MARK, None) is True:
+            raise Ignore("it was revoked for a later run of its timer")
         is_new = getattr(request, _ADMITTED, None) is not True
         if admit is not None and timer is not None and is_new:
             admit(request, timer)

@@ -4,6 +4,7 @@
 -- ARGV[6] id of the hidden one-shot that sends it again, "" for a dead letter   ARGV[7] the run's claim
 -- ARGV[8] entries that the history keeps   ARGV[9] why it is lost   ARGV[10] name of the timer
 -- Returns 1 lost, 2 lost and sent again, 0 not lost (any more), or -1 when the epoch is over.
+-- It is sent again as it was, or not at all; its letter says by a revision which definition sends it.
 -- Worst case: O(instances + log timers + triggers of the timer + size of the definition).
 
 local task, again = ARGV[4], ARGV[6]
@@ -19,23 +20,20 @@ if not timer then -- edited by hand
   drop_lease(task)
   return 0
 end
-local revision = fields(key('timer', timer), 'revision')[1]
-local sending = again ~= '' and revision and redis.pcall('GET', key('timer_definition', timer))
+local sending, revision = sending_of(task, timer, due)
 note_run(ARGV[8], task, timer, due, number_, shard, retries, 'lost', 'error', ARGV[9])
 count('lost', 1)
 close_run(task, timer)
 local code = 1
-if type(sending) == 'string' then
+if again ~= '' and sending then
   redis.call('DEL', key('run_claim', ARGV[7]))
-  add_hidden(again, timer, revision, sending, 'due', due, 'runs', whole(tonumber(number_) - 1))
+  add_hidden(again, timer, fields(key('timer', timer), 'revision')[1] or '-', sending, 'due', due, 'runs',
+    whole(tonumber(number_) - 1))
   code = 2
 else
-  local definition = finished_definition(timer)
+  local definition = definition_to_keep(task, timer, due)
   bury_letter(task, definition, 'timer', timer, 'name', ARGV[10], 'due', due, 'number', number_, 'shard', shard, 'task_id',
-    task, 'retries', retries, 'reason', 'lost', 'error', ARGV[9], 'where', '')
-  if definition ~= '' then
-    cut_definition(timer, due)
-  end
+    task, 'retries', retries, 'reason', 'lost', 'error', ARGV[9], 'where', '', 'revision', revision or '-')
 end
 send_wake_ups()
 return code

@@ -4,7 +4,7 @@
 -- then per run: timer id, scheduled moment, number, overlap of its timer, how often it was sent again, task ids of its
 -- messages with blanks in between
 -- Returns for each run: "open" it may go and is noted, "busy" another is out, or "cancel" and the task ids of the other runs
--- that are out, with blanks in between: it may go once they are revoked, and is noted.
+-- that are out, with blanks in between: it may go, is noted, and they are to be revoked.
 -- Returns the number -1 when the epoch is over.
 -- A run that is noted already may go, and its time counts anew.
 -- Worst case: O(messages of the runs * log runs that are out).

@@ -376,16 +376,30 @@ local function bury_letter(id, definition, ...)
   end
 end
 
--- What a letter of a run has to hold of a timer that has no run left: its definition, before it is cut.
+-- What sends a run of a timer once more: a definition that was kept for this very run, because a letter had held it, or the
+-- timer's, with its revision. Nothing when the timer may have been another one when the run was sent: it was changed, or
+-- created again, after the run's moment.
+local function sending_of(task, timer, due)
+  local kept = fields(key('dead_timer', task), 'definition')[1]
+  if kept then
+    return kept, ''
+  end
+  local row = fields(key('timer', timer), 'revision', 'created', 'last_run', 'changed')
+  local is_same = row[1] and (row[3] == due or number(row[2], math.huge) <= tonumber(due))
+    and number(row[4], 0) <= tonumber(due)
+  local found = is_same and redis.pcall('GET', key('timer_definition', timer))
+  if type(found) == 'string' then
+    return found, row[1]
+  end
+end
+
+-- What a letter of a run has to hold of a timer that has no run left, before that is cut.
 local LONGEST_DEFINITION = 65536
 
-local function finished_definition(timer)
-  local name = key('timer_definition', timer)
-  local length = fields(key('timer', timer), 'reason')[1] == 'finished' and redis.pcall('STRLEN', name) or 0
-  if type(length) == 'number' and length > 0 and length <= LONGEST_DEFINITION then
-    return redis.call('GET', name)
-  end
-  return ''
+local function definition_to_keep(task, timer, due)
+  local found, revision = sending_of(task, timer, due)
+  local is_kept = found and (revision == '' or fields(key('timer', timer), 'reason')[1] == 'finished')
+  return is_kept and #found <= LONGEST_DEFINITION and found or ''
 end
 
 -- Cut the definition of a timer that has no run left, once its last run has ended.

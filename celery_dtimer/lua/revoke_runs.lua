@@ -2,11 +2,11 @@
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] entries that the history keeps   ARGV[3] why   ARGV[4..] task ids
 -- Returns how many of them were out.
--- Their ids are kept for a day, the newest 10,000, for workers that start meanwhile: a message may be waiting for them.
+-- Their ids are kept for a day, the newest 50,000, for workers that could not be told: a message may be waiting for them.
 -- Worst case: O(runs of the call * log runs that are out).
 
 local KEPT_MS = 86400000
-local MOST_REVOKED = 10000
+local MOST_REVOKED = 50000 -- as many as Celery's workers remember
 local closed = 0
 for i = 4, #ARGV do
   local task = ARGV[i]

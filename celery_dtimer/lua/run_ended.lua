@@ -26,23 +26,20 @@ if ARGV[14] ~= '' then
 end
 note_run(ARGV[11], task, timer, due, number_, shard, retries, ARGV[8], unpack(more))
 if #ARGV > 14 then
-  local definition = finished_definition(timer)
+  local definition = definition_to_keep(task, timer, due)
   bury_letter(task, definition, 'timer', timer, 'due', due, 'number', number_, 'shard', shard, 'task_id', task, 'retries',
     retries, 'where', ARGV[12], 'error', ARGV[14], unpack(ARGV, 15))
-  if definition ~= '' then
-    cut_definition(timer, due)
-  end
-elseif keep == '' then
-  cut_definition(timer, due)
-  if not known and ARGV[8] == 'succeeded' then
-    drop_letter(task) -- it was taken for lost, and went on
-  end
+elseif not known and ARGV[8] == 'succeeded' then
+  drop_letter(task) -- it was taken for lost, and went on
 end
 local is_earlier = known and tonumber(retries) < tonumber(known_retries)
 if is_earlier or (holder and not is_idle(holder) and holder ~= message) then
   return 0
 elseif keep == '' then
   close_run(task, timer)
+  if #ARGV <= 14 then -- else its letter may need it
+    cut_definition(timer, due)
+  end
 elseif known then
   local try = whole(tonumber(retries) + (ARGV[8] == 'retried' and 1 or 0)) -- a duplicate of the one before is no retry
   redis.call('HSET', RUNNING, task, lease_text(timer, due, number_, shard, try, resent, 0, '-'))

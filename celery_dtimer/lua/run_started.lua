@@ -5,10 +5,13 @@
 -- ARGV[10] ms of the lease   ARGV[11] the message, as a text without blanks   ARGV[12] 1 when the broker delivers it again
 -- ARGV[13] entries that the history keeps   ARGV[14] the worker
 -- Returns 1, or 0 when another message of the run is being run, or waits for its retry, and this one is no later retry: then
--- the lease stays as it is.
+-- the lease stays as it is; or 2 when the run was revoked for a later one: then nothing was written.
 -- Worst case: O(log runs that are out).
 
 local task, timer = ARGV[2], ARGV[3]
+if type(redis.pcall('ZSCORE', REVOKED, task)) == 'string' then
+  return 2
+end
 local retries, message = ARGV[7], ARGV[11]
 local known, _, _, _, known_retries, _, _, holder = lease_of(task)
 local expiry = tonumber(redis.call('ZSCORE', RUN_LEASES, task) or 0)

@@ -86,6 +86,9 @@ local function write(timer, row, id, revision, status, due, jitter, anew, given_
   local created = now
   if row.revision and anew == '0' then
     created = whole(number(row.created, NOW))
+    if row.revision ~= revision then
+      redis.call('HSET', timer, 'changed', now)
+    end
   elseif not all_new then
     redis.call('DEL', timer)
   end

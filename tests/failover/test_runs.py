@@ -208,7 +208,7 @@ def test_a_one_shot_that_is_lost_can_be_sent_again_as_it_was(deployment: Deploym
     wait_until(lambda: did(deployment, "once"), "the run to begin", 15)
     worker.kill()
     wait_state(deployment, "once", "lost")
-    assert deployment.timers.get_timer("once").kwargs == {}, "it is kept in the letter alone"
+    deployment.timers.delete_timer("once")
     (letter,) = deployment.timers.get_dead_letters()
     deployment.timers.requeue_dead_letter(letter)
     wait_until(lambda: deployment.messages, "the message", 15)

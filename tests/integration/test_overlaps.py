@@ -12,10 +12,11 @@ from celery.utils.dispatch import Signal
 from celery_dtimer import DistributedTimer, history, signals
 from celery_dtimer.membership import Identity, Membership
 from celery_dtimer.model import Run, new_requeued_id, resent_id, to_datetime
+from celery_dtimer.overlaps import Overlaps
 from celery_dtimer.policy import Policy
 from celery_dtimer.publisher import BrokerDownError, RefusedError, UnsendableError
 from celery_dtimer.runs import DeadLetter, LostRuns, read_letters, read_runs
-from celery_dtimer.store import OutRun
+from celery_dtimer.store import DueTimer, Message, OutRun, Settlement
 from tests.conftest import MakeApp
 from tests.integration.conftest import SECOND, START_MS, Beat, Broker, MakeService, Service
 from tests.waiting import wait_until
@@ -168,21 +169,54 @@ def test_a_run_that_is_sent_again_cancels_no_newer_one(beat: Beat, broker: Broke
     assert broker.revoked == []
 
 
-def test_a_run_waits_while_the_one_before_can_not_be_revoked(
-    beat: Beat, broker: Broker, monkeypatch: pytest.MonkeyPatch
+def test_what_can_not_be_revoked_is_revoked_later(
+    beat: Beat, broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(task_ids: Any) -> None:
         raise OSError("the broker is down")
 
-    timer = beat.service.add(every=10, policy=Policy(overlap="cancel_other"))
+    beat.service.add(every=10, policy=Policy(overlap="cancel_other"))
     step_at(beat, 10)
     monkeypatch.setattr(beat.dispatcher._overlaps, "_revoke", fail)
     step_at(beat, 20)
-    assert broker.slots() == [10]
-    assert beat.service.state(timer.id).attempts == 1
+    step_at(beat, 20.5)
+    assert caplog.text.count("Runs can not be revoked") == 1
+    assert (broker.slots(), beat.service.store.revoked_runs()) == ([10, 20], [])
     monkeypatch.setattr(beat.dispatcher._overlaps, "_revoke", broker.revoke)
     step_at(beat, 21)
-    assert (broker.slots(), len(broker.revoked)) == ([10, 20], 1)
+    assert broker.revoked == [broker.sent[0].task_id]
+    assert beat.service.store.revoked_runs() == [broker.sent[0].task_id]
+
+
+def test_a_refused_run_cancels_nothing(beat: Beat, broker: Broker) -> None:
+    beat.service.add(every=10, policy=Policy(overlap="cancel_other"))
+    step_at(beat, 10)
+    start(beat.service, broker.sent[0])
+    broker.answers["timer"] = RefusedError("no")
+    step_at(beat, 20)
+    assert (broker.slots(), broker.revoked) == ([10], [])
+    broker.answers.clear()
+    step_at(beat, 25)
+    assert broker.revoked == [broker.sent[0].task_id]
+
+
+@pytest.mark.parametrize("code", [1, -4])
+def test_a_run_whose_commit_is_refused_cancels_nothing_if_that_was_to_send_it(
+    beat: Beat, broker: Broker, code: int
+) -> None:
+    """Because its timer was paused just then, say."""
+    timer = beat.service.add(every=10, policy=Policy(overlap="cancel_other"))
+    step_at(beat, 10)
+    start(beat.service, broker.sent[0])
+    overlaps = Overlaps(beat.store, broker.revoke)
+    run = broker.sent[0]._replace(scheduled_ms=START_MS + 20_000, number=2)
+    due = DueTimer(timer.id, "active", due=str(run.scheduled_ms))
+    (planned,), _, _ = overlaps.admit(beat.lease, [Settlement(due, "run")], [run])
+    overlaps.settled(planned.pushing(Message((), ())), code, beat.instance)
+    overlaps.revoke_others()
+    out = beat.service.redis.hkeys(beat.service.keys("running"))
+    first = broker.sent[0].task_id
+    assert (broker.revoked, out) == (([first], [run.task_id]) if code == 1 else ([], [first]))
 
 
 def test_a_trigger_is_held_like_a_run_of_its_timer(beat: Beat, broker: Broker) -> None:

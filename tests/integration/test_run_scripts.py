@@ -20,12 +20,14 @@ from celery_dtimer.model import (
     new_requeued_id,
     new_trigger_id,
     resent_id,
+    timer_id,
 )
 from celery_dtimer.planning import Skip
 from celery_dtimer.policy import Policy
 from celery_dtimer.runs import LostRuns, requeued
 from celery_dtimer.store import (
     BATCH,
+    REVOKED,
     DueTimer,
     HeldRun,
     OutRun,
@@ -47,7 +49,7 @@ def run_of(timer: Definition, task_id: str = "task", **fields: Any) -> OutRun:
     return OutRun(task_id, timer.id, **told)
 
 
-def start(service: Service, run: OutRun, *, limit: float = 0, is_redelivered: bool = False) -> bool:
+def start(service: Service, run: OutRun, *, limit: float = 0, is_redelivered: bool = False) -> int:
     """Let a worker start a run; its limit is in seconds."""
     lease_ms, limit_ms = RUN_LEASE * SECOND, round(limit * SECOND)
     return service.store.run_started(
@@ -838,6 +840,7 @@ def test_lose_puts_the_run_among_the_dead_letters(
             "reason": "lost",
             "error": "why",
             "where": "",
+            "revision": timer.revision,
             "at": str(START_MS + 60_000),
         }
     }
@@ -1231,6 +1234,105 @@ def test_run_ended_of_a_lost_run_that_has_succeeded_takes_its_letter_back(
     assert letters(service).keys() == {"other"}
 
 
+# ------------------------------------------------------------------ what was sent, and is no more
+
+
+def lost_after(service: Service, epoch: int, act: Callable[[], object], **fields: Any) -> None:
+    """Let a run of a timer be lost, after something else has happened."""
+    timer = service.add("timer", every=10, args=(1,), **fields)
+    service.clock.advance(10)
+    service.store.heartbeat("a", epoch)
+    due = service.due_one("a", epoch)
+    service.commit("a", epoch, Settlement(due, "run", next_due_ms=due.due_ms + 10_000_000))
+    start(service, run_of(timer, scheduled_ms=due.due_ms))
+    service.clock.advance(1)
+    act()
+    service.clock.advance(RUN_LEASE)
+    service.store.heartbeat("a", epoch)
+
+
+@pytest.mark.parametrize("change", ["update", "create again", "delete", "nothing", "the same"])
+def test_lose_sends_again_what_was_sent_or_nothing(
+    service: Service, epoch: int, change: str
+) -> None:
+    def act() -> None:
+        if change == "update":
+            service.add("timer", every=10, args=(2,))
+        elif change == "the same":
+            service.add("timer", every=10, args=(1,))
+        elif change != "nothing":
+            service.store.delete([timer_id("timer")])
+        if change == "create again":
+            service.add("timer", every=10, args=(1,))
+
+    lost_after(service, epoch, act)
+    is_known = change in ("nothing", "the same")
+    assert lose(service, epoch, resent_id="run1-task") == (2 if is_known else 1)
+    assert service.exists("run1-task") is is_known
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_letter_of_a_lost_run_is_sent_by_what_sent_it_or_not_at_all(
+    service: Service, epoch: int, is_late: bool
+) -> None:
+    def change() -> None:
+        service.add("timer", every=10, args=(2,))
+
+    lost_after(service, epoch, (lambda: None) if is_late else change)
+    assert lose(service, epoch) == 1
+    if is_late:
+        change()
+    (row,) = letters(service).values()
+    with pytest.raises(InvalidTimerError, match="was changed after the run was sent"):
+        requeued(service.store, row)
+    if is_late:  # and back
+        timer = service.add("timer", every=10, args=(1,))
+        assert requeued(service.store, row) == (timer_like(timer), None)
+
+
+def test_a_one_shot_whose_moment_had_come_is_known_when_it_is_lost(
+    service: Service, epoch: int
+) -> None:
+    timer = service.add("once", at_ms=START_MS - 5000, args=(1,))
+    due = service.due_one("a", epoch)
+    service.commit("a", epoch, Settlement(due, "run", summary=timer.summary))
+    start(service, run_of(timer, scheduled_ms=due.due_ms))
+    service.clock.advance(RUN_LEASE)
+    service.store.heartbeat("a", epoch)
+    assert lose(service, epoch, resent_id="run1-task") == 2
+
+
+def test_what_was_requeued_is_kept_for_a_letter_of_its_own(
+    service: Service, epoch: int, timer: Definition
+) -> None:
+    """Also when its timer is gone, or has been changed."""
+    bury(service, timer)
+    other = service.define("timer", every=3600, args=("as it was",))
+    id, task_id = new_requeued_id(), "0" * 36
+    kept = service.store.requeue("task", id, timer.id, other.revision, other.blob, task_id=task_id)
+    assert kept
+    assert letters(service) == {}
+    due = service.due_one("a", epoch)
+    assert service.commit("a", epoch, Settlement(due, "run")) == [1]
+    service.store.delete([timer.id])
+    run = run_of(timer, task_id, scheduled_ms=due.due_ms)
+    start(service, run)
+    service.clock.advance(RUN_LEASE)
+    service.store.heartbeat("a", epoch)
+    assert lose(service, epoch) == 1
+    ((letter, row),) = letters(service).items()
+    assert letter == task_id
+    assert requeued(service.store, row) == (timer_like(other), None)
+    assert service.redis.ttl(service.keys("dead_timer", task_id)) == -1, "as all letters"
+
+
+def test_what_was_requeued_is_not_kept_for_ever(service: Service, timer: Definition) -> None:
+    bury(service, timer)
+    service.store.requeue("task", "again-x", timer.id, "r", timer.blob, task_id="other")
+    assert 0 < service.redis.ttl(service.keys("dead_timer", "other")) <= 7 * 86_400
+    assert service.store.dead_letter("other") is None
+
+
 # ------------------------------------------------------------------ what a letter tells
 
 
@@ -1271,20 +1373,37 @@ def test_no_canvas_is_sent_for_a_task_in_it_of_which_too_little_is_known(
     timer = service.add("canvas", every=3600, task="celery.chain", args=(1,))
     for letter, why in (
         ({"reason": "lost"}, "is a canvas"),
-        ({"reason": "failed", "task": "tasks.step"}, "'tasks.step' with arguments"),
+        ({"reason": "failed", "task": "tasks.step"}, "has sent 'tasks.step'"),
+        ({"reason": "failed", "task": "tasks.step", "call": "[[1],{}]"}, "has sent 'tasks.step'"),
     ):
         end(service, run_of(timer), runs.FAILED, letter=letter)
         (row,) = letters(service).values()
         with pytest.raises(InvalidTimerError, match=why):
             requeued(service.store, row)
-    call = {"reason": "failed", "task": "tasks.step", "call": "[[1],{}]"}
-    end(service, run_of(timer), runs.FAILED, letter=call)
+    whole = {
+        "reason": "failed",
+        "task": "tasks.step",
+        "call": "[[1],{}]",
+        "options": '{"queue":"q"}',
+    }
+    end(service, run_of(timer), runs.FAILED, letter=whole)
     (row,) = letters(service).values()
     definition, _ = requeued(service.store, row)
-    assert (definition.task, definition.args, definition.options) == ("tasks.step", [1], {})
+    assert (definition.task, definition.args) == ("tasks.step", [1])
+    assert (definition.options, definition.name) == ({"queue": "q"}, "canvas")
 
 
 # ------------------------------------------------------------------ revoke_runs
+
+
+def test_run_started_of_a_revoked_run_gives_it_no_lease(
+    service: Service, timer: Definition
+) -> None:
+    service.store.revoke_runs(["task"], "")
+    assert start(service, run_of(timer)) == REVOKED
+    assert (line(service), leases(service)) == (None, {})
+    assert states(service) == []
+    assert start(service, run_of(timer, "other")) == 1
 
 
 def test_revoke_runs_ends_their_leases_and_says_so(service: Service, timer: Definition) -> None:
@@ -1332,9 +1451,9 @@ def test_revoke_runs_keeps_the_ids_for_a_day(service: Service, timer: Definition
 
 def test_revoke_runs_keeps_the_newest_ids(service: Service, timer: Definition) -> None:
     key = service.keys("revoked_runs")
-    service.redis.zadd(key, {f"task-{n:05}": START_MS - 10_000 + n for n in range(10_000)})
+    service.redis.zadd(key, {f"task-{n:05}": START_MS - 50_000 + n for n in range(50_000)})
     service.store.revoke_runs(["new"], "")
-    assert service.redis.zcard(key) == 10_000
+    assert service.redis.zcard(key) == 50_000
     assert service.redis.zscore(key, "task-00000") is None
     assert service.redis.zscore(key, "task-00001") is not None
 

@@ -17,7 +17,7 @@ from kombu import Queue
 
 from celery_dtimer import DistributedTimer
 from celery_dtimer.canvas import parts_of
-from celery_dtimer.model import Definition, Run
+from celery_dtimer.model import Definition, Run, new_requeued_id, requeued_task_id
 from celery_dtimer.policy import Policy
 from celery_dtimer.publisher import BrokerDownError, Publisher, RefusedError, UnsendableError
 from celery_dtimer.schedules import Interval
@@ -56,6 +56,25 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "from Celery": {"options": {"expires": 60}},
     "with a lazy argument": {"args": [BeatLazyFunc(lambda: 1)], "stored": False},
 }
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_one_message_of_a_run_can_be_sent_again(
+    make_app: MakeApp, make_publisher: MakePublisher, queues: Queues, prefix: str, kind: str
+) -> None:
+    publisher = make_publisher(make_app())
+    runs = [shards_of(number, **MESSAGES[kind]) for number in (1, 2, 3)]
+    assert publisher(runs, ALWAYS) == [None] * 3
+    queues.take(f"{prefix}queue")
+    id = new_requeued_id(1)
+    again = runs[-1]._replace(identity=id, known_id=requeued_task_id(id))
+    assert publisher([again, runs[0]], ALWAYS) == [None] * 2
+    messages = queues.take(f"{prefix}queue")
+    assert numbers(messages) == [(1, 3), (0, 3), (1, 3), (2, 3)]
+    assert messages[0]["headers"]["id"] == requeued_task_id(id)
+    (built,) = publisher.build([again])
+    assert isinstance(built, Message)
+    assert len(built.targets) == len(built.values) == 1
 
 
 @pytest.mark.parametrize("shards", [2, 3, 1000])

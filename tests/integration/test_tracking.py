@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -97,6 +98,16 @@ class Bench:
 
     def letters(self) -> list[DeadLetter]:
         return self.timers.get_dead_letters()
+
+    def requeued(self) -> dict[str, Any]:
+        """Requeue the newest letter; return what is sent for it, without name and schedule."""
+        store = self.timers.store
+        self.timers.requeue_dead_letter(self.letters()[0])
+        (id,) = [id for id in store.timer_ids() if id.startswith("again-")]
+        found: dict[str, Any] = json.loads(store.definitions([id])[0] or "{}")
+        assert found.pop("name") == "nightly"
+        found.pop("schedule")
+        return found
 
     def out(self) -> int:
         """Return how many runs are out."""
@@ -248,7 +259,7 @@ def test_arguments_are_kept_for_a_failed_run_if_they_can_be(bench: Bench) -> Non
     assert bench.letters()[0].args is None
     bench.run(task, "x" * 100_000)
     assert bench.letters()[0].args is None
-    with pytest.raises(InvalidTimerError, match="arguments that the letter does not hold"):
+    with pytest.raises(InvalidTimerError, match="the letter does not hold all of that"):
         bench.timers.requeue_dead_letter(bench.letters()[0])
     bench.timers.update_timer("nightly", callback=task)  # then the timer has them
     bench.timers.requeue_dead_letter(bench.letters()[0])
@@ -300,6 +311,7 @@ def test_a_process_that_is_gone_is_a_failure(bench: Bench) -> None:
     finally:
         task.request_stack.pop()
     assert bench.record().error == "WorkerLostError: gone"
+    wait_until(lambda: told, "the thread to tell of it")
     (letter,) = told
     assert (letter.error, letter.args) == ("WorkerLostError: gone", [5])
 
@@ -342,13 +354,101 @@ def test_a_run_that_never_starts_is_noted(bench: Bench, expired: bool, state: st
 
 
 def test_a_task_that_the_worker_does_not_know_is_a_dead_letter(bench: Bench) -> None:
-    message = SimpleNamespace(headers={"dtimer": bench.header()}, properties={})
+    message = SimpleNamespace(
+        headers={"dtimer": bench.header(), "tenant": "acme", "timelimit": [9, None]},
+        properties={},
+        delivery_info={"exchange": "", "routing_key": "q2", "priority": 3},
+        payload=[[1], {"a": 2}, {}],
+    )
     consumer = Hashed(SimpleNamespace(app=bench.app, hostname=WORKER))
     arguments = {"exc": KeyError("x"), "name": "no.such", "id": "run-1"}
     signals.task_unknown.send(sender=consumer, message=message, **arguments)
     assert bench.record().state == "rejected"
     (letter,) = bench.letters()
     assert letter.error == "the worker knows no task 'no.such'"
+    assert (letter.args, letter.kwargs) == ([1], {"a": 2})
+    assert bench.requeued() == {
+        "task": "no.such",
+        "args": [1],
+        "kwargs": {"a": 2},
+        "options": {"headers": {"tenant": "acme"}, "queue": "q2", "time_limit": 9, "priority": 3},
+    }
+
+
+def test_of_a_message_that_can_not_be_read_no_arguments_are_kept(bench: Bench) -> None:
+    message = SimpleNamespace(headers={"dtimer": bench.header()}, properties={}, delivery_info={})
+    consumer = Hashed(SimpleNamespace(app=bench.app, hostname=WORKER))
+    signals.task_unknown.send(
+        sender=consumer, message=message, exc=KeyError("x"), name="some.task", id="run-1"
+    )
+    (letter,) = bench.letters()
+    assert letter.args is None
+    assert bench.requeued()["args"] == [1], "its timer has them"
+
+
+SENT_WITH: dict[str, Any] = {
+    "queue": {"delivery_info": {"exchange": "", "routing_key": "q2"}},
+    "exchange": {"delivery_info": {"exchange": "e", "routing_key": "r", "priority": 0}},
+    "limits": {"timelimit": [20, 10]},
+    "links": {"callbacks": [{"task": "a"}]},
+    "stamps": {"stamped_headers": ["tenant"], "stamps": {"tenant": ["acme"]}},
+    "retries": {"dtimer_retry": {"max_retries": 0, "autoretry_for": ["builtins.KeyError"]}},
+    "headers": {"celery_beat_task": True, "tenant": "acme", "ignore_result": True},
+    "of that message alone": {
+        "expires": "2026-01-01T00:00:00+00:00",
+        "root_id": "a",
+        "group_index": 3,
+        "reply_to": "b",
+    },
+}
+OPTIONS: dict[str, Any] = {
+    "queue": {"queue": "q2"},
+    "exchange": {"exchange": "e", "routing_key": "r", "priority": 0},
+    "limits": {"time_limit": 20, "soft_time_limit": 10},
+    "links": {"link": [{"task": "a"}]},
+    "stamps": {"stamped_headers": ["tenant"], "tenant": ["acme"]},
+    "retries": {"max_retries": 0, "autoretry_for": ["builtins.KeyError"]},
+    "headers": {"headers": {"tenant": "acme"}, "ignore_result": True},
+    "of that message alone": {},
+}
+
+
+@pytest.mark.parametrize("kind", SENT_WITH)
+def test_a_failed_run_is_sent_again_as_it_was(bench: Bench, kind: str) -> None:
+    def fail(timer: CallbackTimer, *args: Any) -> None:
+        raise ValueError("no")
+
+    bench.run(bench.callback(fail), 7, **{"delivery_info": {}, **SENT_WITH[kind]})
+    bench.timers.delete_timer("nightly")
+    found = bench.requeued()
+    assert found["args"] == [7]
+    assert found.get("options", {}) == OPTIONS[kind]
+
+
+def test_a_failed_run_is_held_as_its_timer_says_by_then(bench: Bench) -> None:
+    def fail(timer: CallbackTimer) -> None:
+        raise ValueError("no")
+
+    bench.timers.update_timer("nightly", overlap="buffer_one", queue="other")
+    bench.run(bench.callback(fail))
+    found = bench.requeued()
+    assert found["overlap"] == "buffer_one"
+    assert "queue" not in found.get("options", {})
+
+
+def test_a_callback_whose_run_was_revoked_meanwhile_is_not_called(bench: Bench) -> None:
+    called: list[int] = []
+
+    def act(timer: CallbackTimer) -> None:
+        called.append(1)
+
+    bench.timers.store.revoke_runs(["run-1"], "")
+    task = bench.callback(act)
+    bench.run(task)
+    assert (called, bench.record().state, bench.out()) == ([], "revoked", 0)
+    assert bench.record().error == "Ignore: it was revoked for a later run of its timer"
+    bench.run(task, id="run-2", dtimer=bench.header(2))
+    assert called == [1]
 
 
 # ------------------------------------------------------------------ leases
