@@ -193,7 +193,7 @@ class Dispatcher:
         self._defaults = store.settings.defaults
         self._bound = bound
         self._definitions = Definitions(store, bound)
-        self._overlaps = Overlaps(store, broker.revoke)
+        self._overlaps = Overlaps(store, broker.revoke, clock)
         self._announcer = Announcer(store.settings.service)
         self._max_refusals = store.settings.max_refusals
         self._sequence = 0
@@ -217,7 +217,6 @@ class Dispatcher:
         tally = _Tally()
         last, self._last = self._last, None
         self._settle(lease, tally)
-        self._overlaps.revoke_others()
         self._announcer.forget()
         started = self._clock()
         link = self._mode.link()
@@ -535,6 +534,7 @@ class Dispatcher:
                 self._unsettled += put_off
                 tally.is_cut_short = True
         point("after_commit")
+        self._overlaps.revoke_others()
         if following is None or tally.is_cut_short:
             return None
         return self._checked(lease, following)
@@ -605,7 +605,6 @@ class Dispatcher:
             self._overlaps.settled(settlement, code, lease.instance)
             if code == COMMITTED or message is None:
                 tally.counts[settlement.done] += 1
-        self._overlaps.revoke_others()
         if unsettled:
             logger.info("%s timers were not committed: %s ...", len(unsettled), unsettled[0])
         return put_off

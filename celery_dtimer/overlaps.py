@@ -9,6 +9,7 @@ a newer run that is not sent, because its timer was paused just then say, ends n
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from celery_dtimer import planning
@@ -22,19 +23,27 @@ logger = logging.getLogger(__name__)
 class Overlaps:
     """Holds up the runs of one instance that must not overlap with others."""
 
-    def __init__(self, store: Store, revoke: Callable[[Sequence[str]], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        revoke: Callable[[Sequence[str]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Prepare.
 
         Args:
             store: of the dispatcher.
             revoke: revokes and terminates tasks, and raises when it can not.
+            clock: monotonic seconds.
         """
+        self._clock = clock
         self._store = store
         self._revoke = revoke
         self._noted: dict[str, HeldRun] = {}  # by the id of the timer that is to be settled
         self._others: dict[str, list[str]] = {}  # what is to be revoked then, likewise
-        self._revoking: list[str] = []
-        self._is_down = False
+        self._revoking: dict[str, None] = {}  # task ids, in their order
+        self._failures = 0
+        self._not_before = 0.0
 
     def admit(
         self, lease: Lease, planned: list[Settlement], runs: list[Run]
@@ -79,7 +88,7 @@ class Overlaps:
             self._store.close_runs(instance, [run])
         others = self._others.pop(id, [])
         if settlement.done == "run" and not is_over:
-            self._revoking += others
+            self._revoking |= dict.fromkeys(others)
 
     def revoke_others(self) -> None:
         """Revoke the runs for which newer ones were sent; what fails is tried again the next time.
@@ -89,19 +98,21 @@ class Overlaps:
         Raises:
             StoreError: Redis did not answer, or refused.
         """
-        if not self._revoking:
+        if not self._revoking or self._clock() < self._not_before:
             return
+        task_ids = list(self._revoking)
         try:
-            self._revoke(self._revoking)
+            self._revoke(task_ids)
         except Exception as exc:  # the broker's, of whatever kind
-            if not self._is_down:
+            if not self._failures:
                 logger.warning("Runs can not be revoked for newer ones, trying again: %s", exc)
-            self._is_down = True
+            self._failures += 1
+            self._not_before = self._clock() + planning.retry_delay(self._failures)
             return
-        self._is_down = False
-        self._store.revoke_runs(self._revoking, "revoked for the next run of its timer")
-        logger.info("Revoked for the next runs of their timers: %s", ", ".join(self._revoking))
-        self._revoking = []
+        self._failures = 0
+        self._store.revoke_runs(task_ids, "revoked for the next run of its timer")
+        logger.info("Revoked for the next runs of their timers: %s", ", ".join(task_ids))
+        self._revoking = {}
 
 
 def _is_held(run: Run) -> bool:

@@ -105,7 +105,7 @@ class DeadLetter:
     def from_stored(cls, id: str, row: Mapping[str, str], name: str = "") -> DeadLetter:
         """Return the letter of a stored row; what was edited into nonsense is left out."""
         call = _call_of(row.get("call", ""))
-        own = _definition_in(row)  # of a timer that is hidden, or has no run left
+        own = _decoded(row.get("definition"))  # of a timer that is hidden, or has no run left
         is_call = own is not None and own.message is not None
         return cls(
             id=id,
@@ -126,8 +126,8 @@ class DeadLetter:
         )
 
 
-def _definition_in(row: Mapping[str, str]) -> Definition | None:
-    blob = row.get("definition")
+def _decoded(blob: str | None) -> Definition | None:
+    """Return a stored definition, None when there is none that can be read."""
     with contextlib.suppress(InvalidTimerError):
         return decode_definition(blob) if blob else None
     return None
@@ -376,13 +376,9 @@ def _definitions_for(
 ) -> tuple[Definition | None, Definition | None, str]:
     """Return the definition in a letter, the one of its timer, and the revision of that."""
     id = row.get("timer", "")
-    own = row.get("definition")
     (blob,), (_, (state,)) = store.definitions([id]), store.states([id])
-    return (
-        decode_definition(own) if own else None,
-        decode_definition(blob) if blob else None,
-        "" if state is None else state.revision,
-    )
+    revision = "" if state is None else state.revision
+    return _decoded(row.get("definition")), _decoded(blob), revision
 
 
 def _timers_own(
@@ -392,7 +388,7 @@ def _timers_own(
     if own is not None and not own.is_cut:
         return own
     if known is None:
-        raise _untold(row, "is gone")
+        raise _untold(row, "is gone, or can not be read")
     if known.is_cut:
         raise _untold(row, "has had its last run, and is over")
     if row.get("revision", revision) != revision:

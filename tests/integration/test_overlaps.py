@@ -177,13 +177,19 @@ def test_what_can_not_be_revoked_is_revoked_later(
 
     beat.service.add(every=10, policy=Policy(overlap="cancel_other"))
     step_at(beat, 10)
-    monkeypatch.setattr(beat.dispatcher._overlaps, "_revoke", fail)
+    overlaps, now = beat.dispatcher._overlaps, [0.0]
+    monkeypatch.setattr(overlaps, "_clock", lambda: now[0])
+    monkeypatch.setattr(overlaps, "_revoke", fail)
     step_at(beat, 20)
+    now[0] += 60
     step_at(beat, 20.5)
     assert caplog.text.count("Runs can not be revoked") == 1
     assert (broker.slots(), beat.service.store.revoked_runs()) == ([10, 20], [])
-    monkeypatch.setattr(beat.dispatcher._overlaps, "_revoke", broker.revoke)
+    monkeypatch.setattr(overlaps, "_revoke", broker.revoke)
     step_at(beat, 21)
+    assert broker.revoked == [], "it is not tried all the time"
+    now[0] += 60
+    step_at(beat, 22)
     assert broker.revoked == [broker.sent[0].task_id]
     assert beat.service.store.revoked_runs() == [broker.sent[0].task_id]
 

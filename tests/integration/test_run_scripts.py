@@ -1234,6 +1234,23 @@ def test_run_ended_of_a_lost_run_that_has_succeeded_takes_its_letter_back(
     assert letters(service).keys() == {"other"}
 
 
+@pytest.mark.parametrize("damage", ["unreadable", "gone"])
+def test_a_letter_that_tells_all_needs_no_timer(
+    service: Service, timer: Definition, damage: str
+) -> None:
+    whole = {"name": "näme", "task": "t", "call": "[[1],{}]", "options": "{}", "reason": "failed"}
+    end(service, run_of(timer), runs.FAILED, letter=whole)
+    if damage == "gone":
+        service.store.delete([timer.id])
+    else:
+        service.redis.set(service.keys("timer_definition", timer.id), "nonsense")
+    (row,) = letters(service).values()
+    definition, _ = requeued(service.store, row)
+    assert (definition.name, definition.task, definition.args) == ("näme", "t", [1])
+    with pytest.raises(InvalidTimerError, match="is gone, or can not be read"):
+        requeued(service.store, {**row, "call": "nonsense"})
+
+
 # ------------------------------------------------------------------ what was sent, and is no more
 
 
