@@ -1257,7 +1257,8 @@ class Store:
         with self._errors():
             at = self.client.zscore(self.keys("dead_timers"), id)
             row = {} if at is None else self.client.hgetall(self.keys("dead_timer", id))
-        return None if at is None else {**row, "at": str(int(at))}
+        # Between the two it may have been requeued, or purged.
+        return {**row, "at": str(int(at))} if at is not None and row else None
 
     def requeue(
         self, letter: str, id: str, parent: str, revision: str, blob: str, *, task_id: str = ""

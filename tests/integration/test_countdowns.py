@@ -799,6 +799,14 @@ def test_a_call_that_was_given_up_is_pending_again_when_it_is_requeued(shop: Sho
     shop.store.leave("a", epoch)
 
 
+def test_a_letter_that_is_requeued_at_the_same_time_is_gone(shop: Shop) -> None:
+    key = shop.store.keys("dead_timers")
+    shop.redis.zadd(key, {"going": 1})  # its hash went between two looks
+    with pytest.raises(TimerNotFoundError, match="no dead letter has the id"):
+        shop.timers.requeue_dead_letter("going")
+    shop.redis.delete(key)
+
+
 def test_no_letter_has_an_odd_id(shop: Shop) -> None:
     for id in ("", "gone", "\udc80", 7):
         with pytest.raises(TimerNotFoundError, match="no dead letter has the id"):
