@@ -43,7 +43,8 @@ from celery_dtimer.model import (
     to_datetime,
 )
 from celery_dtimer.settings import eta_threshold
-from celery_dtimer.store import IN_FLIGHT, Cancelled, Store
+from celery_dtimer.sharding import Shards
+from celery_dtimer.store import IN_FLIGHT, Cancelled
 from celery_dtimer.stores import ProcessStores
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ class Countdowns:
     # -- cancelling
 
     @property
-    def store(self) -> Store:
+    def store(self) -> Shards:
         """The store of the app's calls."""
         return self._stores.of()
 
@@ -263,7 +264,7 @@ class Countdowns:
         """Say whether the app has durable countdowns."""
         return eta_threshold(self._app) is not None
 
-    def cancel(self, task_ids: Sequence[str], store: Store | None = None) -> list[bool]:
+    def cancel(self, task_ids: Sequence[str], store: Shards | None = None) -> list[bool]:
         """Cancel pending calls; return for each whether there was one.
 
         Their results become REVOKED. Workers are told to drop what a beat was about to send.
@@ -291,7 +292,7 @@ class Countdowns:
         _background.do(partial(self._mark, self._cancel(task_ids)))
 
     def _cancel(
-        self, task_ids: Sequence[str], store: Store | None = None
+        self, task_ids: Sequence[str], store: Shards | None = None
     ) -> Mapping[str, Cancelled]:
         store = store or self._stores.of()
         found = store.cancel([countdown_id(task_id) for task_id in task_ids])
@@ -482,7 +483,7 @@ def _task_id(body: Any, how: Mapping[str, Any]) -> str:
 
 
 def pending(
-    store: Store, after_ms: int | None = None, before_ms: int | None = None
+    store: Shards, after_ms: int | None = None, before_ms: int | None = None
 ) -> Iterator[PendingTask]:
     """Yield the calls that are pending in a store, by their time.
 

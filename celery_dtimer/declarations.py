@@ -33,6 +33,7 @@ from celery_dtimer.model import (
     broken_blob,
     check_size,
     check_storable,
+    shard_of,
     timer_id,
     to_ms,
 )
@@ -78,6 +79,20 @@ class Declaration:
     def bound(self) -> dict[str, Definition]:
         """The definitions whose arguments only the code has."""
         return {name: found for name, found in self.definitions.items() if found.code_bound}
+
+    def part(self, shard: str, shards: int) -> Declaration:
+        """Return what of it belongs to one of so many shards."""
+        if shards == 1:
+            return self
+
+        def is_here(name: str) -> bool:
+            return shard_of(timer_id(name), shards) == shard
+
+        return replace(
+            self,
+            definitions={name: each for name, each in self.definitions.items() if is_here(name)},
+            broken={name: each for name, each in self.broken.items() if is_here(name)},
+        )
 
     @property
     def digest(self) -> str:
@@ -219,9 +234,18 @@ class StaticSchedule:
         """Prepare it; `reconcile` does the work, and calls ``on_progress`` after each batch."""
         self._store = store
         self._on_progress = on_progress
-        self._declaration = declaration
+        self._whole = declaration
+        self._part: Declaration | None = declaration
         self._written_in_epoch: int | None = None
         self._rezoning = Rezoning(store, declaration.source, declaration.timezone)
+
+    def take(self, part: tuple[str, int] | None) -> None:
+        """Keep the part of a shard of so many in force; nothing while timers move between shards.
+
+        A timer that was written, or deleted, while it has not arrived yet would lose its state.
+        """
+        self._part = None if part is None else self._whole.part(*part)
+        self._written_in_epoch = None
 
     def reconcile(self, lease: Lease) -> None:
         """Declare the timers; if this counts, write what is new and delete what nobody declares.
@@ -232,7 +256,10 @@ class StaticSchedule:
             FencedError: the lease's epoch is over.
             StoreError: Redis did not answer, or refused.
         """
-        declaration, store = self._declaration, self._store
+        declaration, store = self._part, self._store
+        if declaration is None:
+            self._rezoning.stop()
+            return
         ids = declaration.ids
         if not store.declare(
             lease.instance, lease.epoch, declaration.source, declaration.digest, ids
@@ -242,7 +269,7 @@ class StaticSchedule:
             return
         known = store.static_timers(declaration.source)
         if self._written_in_epoch != lease.epoch or not known.issuperset(ids):
-            self._write()
+            self._write(declaration)
             self._written_in_epoch = lease.epoch
         self._delete(lease, sorted(known - set(ids)))
         self._rezoning.begin(lease)
@@ -256,8 +283,7 @@ class StaticSchedule:
         """
         return self._rezoning.step(lease)
 
-    def _write(self) -> None:
-        declaration = self._declaration
+    def _write(self, declaration: Declaration) -> None:
         changed = self._store.save(
             list(declaration.definitions.values()),
             source=declaration.source,
@@ -274,7 +300,5 @@ class StaticSchedule:
         for start in range(0, len(candidates), BATCH):
             batch = candidates[start : start + BATCH]
             self._on_progress()
-            for id in self._store.undeclare(
-                lease.instance, lease.epoch, self._declaration.source, batch
-            ):
+            for id in self._store.undeclare(lease.instance, lease.epoch, self._whole.source, batch):
                 logger.info("Timer %s is not declared any more: deleted", id)

@@ -148,6 +148,8 @@ class Membership:
         self._must_rebalance = False
         self._reporting = threading.Lock()
         self._report = self._stored_report = Report(identity.dispatch)
+        #: Whether lost runs are looked for: not while timers are moved to other shards.
+        self.looks_for_lost = True
         #: Set when a step is due before its time.
         self.attention = threading.Event()
 
@@ -402,7 +404,7 @@ class Membership:
         )
         for timer, wrong in repairs:
             logger.error("Timer %s was stored inconsistently (%s): repaired", timer, wrong)
-        if self._clock() < self._look_for_lost_after:
+        if self._clock() < self._look_for_lost_after or not self.looks_for_lost:
             return
         try:
             while lease is not None and self._lost.step(lease) >= BATCH:

@@ -85,6 +85,19 @@ def is_timer_id(text: str) -> bool:
     return _TIMER_ID.fullmatch(text) is not None
 
 
+def shard_of(id: str, shards: int) -> str:
+    """Return which shard a timer belongs to, as it stands in keys: "" when there is only one.
+
+    It is FNV-1a, 32 bits, of the id, modulo the number of shards.
+    """
+    if shards == 1:
+        return ""
+    digest = 0x811C9DC5
+    for byte in id.encode("utf-8", "surrogatepass"):
+        digest = (digest ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return str(digest % shards)
+
+
 def new_trigger_id() -> str:
     """Return the id of a new hidden one-shot: a timer that has no name."""
     return timer_id(secrets.token_hex(16))

@@ -39,6 +39,7 @@ from celery_dtimer.model import (
 )
 from celery_dtimer.options import CANVAS_KINDS
 from celery_dtimer.policy import PLAIN
+from celery_dtimer.sharding import Shards
 from celery_dtimer.signals import tell, timer_failed
 from celery_dtimer.store import OutRun, Store, maybe_whole, out_run
 
@@ -175,7 +176,7 @@ def _moment(text: str) -> datetime | None:
 
 
 def read_runs(
-    store: Store, timer_id: str | None = None, since_ms: int | None = None
+    store: Shards, timer_id: str | None = None, since_ms: int | None = None
 ) -> list[RunRecord]:
     """Return the runs that the histories know of, newest first by their scheduled moment.
 
@@ -187,7 +188,7 @@ def read_runs(
     entries = _since(store.run_history(), since_ms)
     noted = _noted(reversed(entries), timer_id)
     sent = _sent(store, timer_id, since_ms)
-    if len(entries) >= store.settings.history:  # of what was sent before, it has been forgotten
+    if len(entries) >= store.kept_entries:  # of what was sent before, it has been forgotten
         oldest = _moment(entries[-1]["at"])
         sent = {key: row for key, row in sent.items() if oldest is None or row[0] >= oldest}
     found = [_with_sending(record, sent) for record in noted]
@@ -268,7 +269,7 @@ _Sent = tuple[datetime, str, str]  # when, by whom, number
 
 
 def _sent(
-    store: Store, timer_id: str | None, since_ms: int | None
+    store: Shards, timer_id: str | None, since_ms: int | None
 ) -> dict[tuple[str, datetime], _Sent]:
     found: dict[tuple[str, datetime], _Sent] = {}
     for entry in _since(store.history_backwards(), since_ms):
@@ -279,10 +280,10 @@ def _sent(
     return found
 
 
-def _queued(store: Store, sent: Mapping[tuple[str, datetime], _Sent]) -> list[RunRecord]:
+def _queued(store: Shards, sent: Mapping[tuple[str, datetime], _Sent]) -> list[RunRecord]:
     """Return the records of runs of which no worker has noted anything."""
     ids = sorted({timer for timer, _ in sent})
-    states = dict(zip(ids, store.states(ids)[1], strict=True))
+    states = dict(zip(ids, store.states(ids), strict=True))
     records = []
     for (timer, due), (at, instance, number) in sent.items():
         state, task_id = states[timer], None
@@ -299,7 +300,7 @@ def _queued(store: Store, sent: Mapping[tuple[str, datetime], _Sent]) -> list[Ru
     return records
 
 
-def _names(store: Store, ids: Iterable[str]) -> dict[str, str]:
+def _names(store: Store | Shards, ids: Iterable[str]) -> dict[str, str]:
     known = sorted(ids)
     found: dict[str, str] = {}
     for id, blob in zip(known, store.definitions(known), strict=True):
@@ -312,7 +313,7 @@ def _names(store: Store, ids: Iterable[str]) -> dict[str, str]:
 # ------------------------------------------------------------------ dead letters
 
 
-def read_letters(store: Store, offset: int = 0, limit: int | None = None) -> list[DeadLetter]:
+def read_letters(store: Shards, offset: int = 0, limit: int | None = None) -> list[DeadLetter]:
     """Return dead letters, newest first."""
     rows = store.dead_letters(offset, limit)
     nameless = {row.get("timer", "") for _, row in rows if not row.get("name")}
@@ -322,7 +323,7 @@ def read_letters(store: Store, offset: int = 0, limit: int | None = None) -> lis
     ]
 
 
-def read_letter(store: Store, id: str) -> DeadLetter | None:
+def read_letter(store: Store | Shards, id: str) -> DeadLetter | None:
     """Return a dead letter, None when there is none."""
     row = store.dead_letter(id)
     if row is None:
@@ -331,7 +332,7 @@ def read_letter(store: Store, id: str) -> DeadLetter | None:
     return DeadLetter.from_stored(id, row, row.get("name") or _names(store, [timer]).get(timer, ""))
 
 
-def requeued(store: Store, row: Mapping[str, str]) -> tuple[Definition, int | None]:
+def requeued(store: Shards, row: Mapping[str, str]) -> tuple[Definition, int | None]:
     """Return what is sent for a dead letter, and which of its messages: None for all of them.
 
     It is what was sent, as far as the letter tells that; else what the timer sends, if that is the
@@ -372,11 +373,11 @@ def requeued(store: Store, row: Mapping[str, str]) -> tuple[Definition, int | No
 
 
 def _definitions_for(
-    store: Store, row: Mapping[str, str]
+    store: Shards, row: Mapping[str, str]
 ) -> tuple[Definition | None, Definition | None, str]:
     """Return the definition in a letter, the one of its timer, and the revision of that."""
     id = row.get("timer", "")
-    (blob,), (_, (state,)) = store.definitions([id]), store.states([id])
+    (blob,), (state,) = store.definitions([id]), store.states([id])
     revision = "" if state is None else state.revision
     return _decoded(row.get("definition")), _decoded(blob), revision
 
@@ -406,7 +407,7 @@ def _untold(row: Mapping[str, str], why: str) -> InvalidTimerError:
 # ------------------------------------------------------------------ lost runs
 
 
-def is_sent_again(store: Store, timer_id: str, resent: int) -> bool:
+def is_sent_again(store: Shards, timer_id: str, resent: int) -> bool:
     """Say whether a timer has its run sent again that was lost so many times before, and now."""
     blob = store.definitions([timer_id])[0]
     with contextlib.suppress(InvalidTimerError):

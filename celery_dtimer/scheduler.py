@@ -1,9 +1,9 @@
 """The ``celery.beat`` scheduler: wires the parts together and runs them.
 
-Three threads work for an instance: the loop dispatches, the membership keeps the lease, and the
-listener hears wake-ups. `tick`, in the thread that Celery's beat gives us, only waits: Celery's
-signal handler may interrupt that thread at any point, and must not find it in the middle of a
-request to Redis or to the broker.
+Three threads work for an instance in each shard of its service: the loop dispatches, the membership
+keeps the lease, and the listener hears wake-ups. One more follows the layout of the shards. `tick`,
+in the thread that Celery's beat gives us, only waits: Celery's signal handler may interrupt that
+thread at any point, and must not find it in the middle of a request to Redis or to the broker.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from celery import Celery
@@ -35,8 +36,9 @@ from celery_dtimer.membership import Identity, Membership, MembershipThread, lea
 from celery_dtimer.model import Lease, new_instance_id, process_instance_id
 from celery_dtimer.publisher import Publisher
 from celery_dtimer.settings import Settings
+from celery_dtimer.sharding import Shards, shards_of
 from celery_dtimer.signals import instance_left
-from celery_dtimer.store import Store
+from celery_dtimer.store import Layout, LayoutChangedError, Store
 from celery_dtimer.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 _HELD_BACK = 0.00025  # seconds that runs wait for others, for each run that the last pass sent
 _LONGEST_WAIT = 1.0  # seconds that a turn of the loop, or a tick, waits at most
 _RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stored is tried again
+_LAYOUT_AGAIN = 0.5  # and when another layout was not read yet
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
 
 
@@ -59,6 +62,7 @@ class Loop:
         longest_wait: float,
         resolution: float = 0.0,
         reaches_broker: Callable[[], bool] = lambda: True,
+        on_layout: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare a loop.
@@ -70,6 +74,7 @@ class Loop:
             longest_wait: bounds the seconds that `step` waits for timers.
             resolution: bounds the seconds that runs are held back to go out together.
             reaches_broker: asked after an outage while no run is due that would tell.
+            on_layout: called when the service is found to be given other shards.
             clock: monotonic seconds.
         """
         self._dispatcher = dispatcher
@@ -78,6 +83,7 @@ class Loop:
         self._static = static
         self._longest_wait = longest_wait
         self._resolution = resolution
+        self._on_layout = on_layout
         self._reconciled: tuple[int, int] | None = None
         self._clock = clock
         self._not_before = 0.0
@@ -94,8 +100,7 @@ class Loop:
         if lease is None or pause > 0:
             return self._waiting(self._longest_wait if lease is None else pause)
         try:
-            self._reconcile(lease)
-            has_more = self._static.step(lease)
+            has_more = self._reconcile(lease)
             done = self._dispatcher.step(lease)
         except FencedError:
             logger.warning("Epoch %s is over: dropping what it held", lease.epoch)
@@ -127,20 +132,33 @@ class Loop:
         """Commit what was published and not committed yet."""
         self._dispatcher.settle(lease)
 
-    def _reconcile(self, lease: Lease) -> None:
-        """Bring the static schedule up to date; when that alone fails, dispatch goes on."""
+    def reconcile_again(self) -> None:
+        """Bring the static schedule up to date in the next step, though the lease is as it was."""
+        self._reconciled, self._reconcile_after = None, 0.0
+
+    def _reconcile(self, lease: Lease) -> bool:
+        """Bring the static schedule up to date; when that alone fails, dispatch goes on.
+
+        Returns:
+            whether a part of that is still to be done.
+        """
         seen = (lease.epoch, lease.members)
-        if seen == self._reconciled or self._clock() < self._reconcile_after:
-            return
+        if self._clock() < self._reconcile_after:
+            return False
         try:
-            self._static.reconcile(lease)
+            if seen != self._reconciled:
+                self._static.reconcile(lease)
+                self._reconciled = seen
+            return self._static.step(lease)
         except (FencedError, StoreUnavailableError):
             raise
+        except LayoutChangedError:
+            self._on_layout()
+            self._reconciled, self._reconcile_after = None, self._clock() + _LAYOUT_AGAIN
         except DistributedTimerError as exc:
             logger.error("The static schedule could not be stored, trying again: %s", exc)
-            self._reconcile_after = self._clock() + _RECONCILE_AGAIN
-        else:
-            self._reconciled = seen
+            self._reconciled, self._reconcile_after = None, self._clock() + _RECONCILE_AGAIN
+        return False
 
     def _say_sent(self, lease: Lease, sent: int) -> None:
         """Log what was dispatched, once a second at most."""
@@ -185,7 +203,10 @@ class Loop:
 
 
 class Runtime:
-    """The running parts of one instance: `start` runs them, `stop` hands over and ends them."""
+    """The running parts of one instance in one shard.
+
+    `start` runs them, `stop` hands over and ends them.
+    """
 
     def __init__(
         self,
@@ -195,17 +216,35 @@ class Runtime:
         instance: str,
         *,
         max_interval: float,
+        shard: str = "",
+        on_layout: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare the parts; nothing is contacted before `start`."""
+        """Prepare the parts; nothing is contacted before `start`.
+
+        Args:
+            app: whose broker is used.
+            settings: of the service.
+            declaration: what the code declares, for all shards.
+            instance: the id of the instance.
+            max_interval: bounds the seconds that the loop waits.
+            shard: of the service, as it stands in keys.
+            on_layout: called when the service is found to be given other shards.
+            on_failure: called when the loop has failed.
+        """
         self.settings = settings
         self.instance = instance
+        self._shard = shard
+        self._on_failure = on_failure
         identity = Identity(instance, local_host(), os.getpid(), __version__)
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._stopping = threading.Lock()
-        self._membership = Membership(Store(settings), identity, on_lease=self._woken.set)
-        self._store = Store(settings)
-        self._listening_store = Store(settings)
+        self._membership = Membership(
+            Store(settings, shard=shard), identity, on_lease=self._woken.set
+        )
+        self._store = Store(settings, shard=shard)
+        self._listening_store = Store(settings, shard=shard)
         self._publisher = Publisher(
             app, timeout=settings.broker_timeout, on_progress=self._membership.report_progress
         )
@@ -224,13 +263,15 @@ class Runtime:
             ),
             on_progress=self._membership.report_progress,
         )
+        self._static = StaticSchedule(self._store, declaration, self._membership.report_progress)
         self._loop = Loop(
             dispatcher,
             self._membership,
-            StaticSchedule(self._store, declaration, self._membership.report_progress),
+            self._static,
             longest_wait=min(_LONGEST_WAIT, settings.check_interval, max_interval),
             resolution=settings.resolution,
             reaches_broker=lambda: self._publisher.connect() is None,
+            on_layout=on_layout,
         )
         self._membership_thread = MembershipThread(self._membership)
         self._threads = [
@@ -239,21 +280,19 @@ class Runtime:
         ]
         self.failure: BaseException | None = None
 
+    def take(self, layout: Layout) -> None:
+        """Go by a layout: it says what the shard has of the static schedule."""
+        self._store.layout = layout.number
+        self._membership.looks_for_lost = not layout.is_moving
+        self._static.take(None if layout.is_moving else (self._shard, layout.shards))
+        self._loop.reconcile_again()
+        self._woken.set()
+
     def start(self) -> None:
         """Start the threads."""
         self._membership_thread.start()
         for thread in self._threads:
             thread.start()
-
-    def wait(self, timeout: float) -> None:
-        """Wait until the runtime stops, or for ``timeout`` seconds.
-
-        Raises:
-            BaseException: what ended the loop, if it failed.
-        """
-        self._stopped.wait(timeout)
-        if self.failure is not None:
-            raise self.failure
 
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
@@ -274,7 +313,9 @@ class Runtime:
 
     def _leave(self, lease: Lease, until: float) -> None:
         # Its own connection: the others may be in the middle of a reply.
-        store = Store(self.settings, timeout=max(0.1, (until - time.monotonic()) * 0.8))
+        store = Store(
+            self.settings, shard=self._shard, timeout=max(0.1, (until - time.monotonic()) * 0.8)
+        )
         try:
             moved = leave(store, lease, until=until)
             logger.info("Instance %s has left: %s timers handed over", lease.instance, moved)
@@ -310,6 +351,7 @@ class Runtime:
             logger.exception("The dispatch loop has failed")
             self.failure = exc
             self._stopped.set()
+            self._on_failure()
         finally:
             self._store.close()
 
@@ -323,6 +365,137 @@ class Runtime:
                 failures += 1
                 logger.debug("The listener for wake-ups reconnects: %s", exc)
                 self._stopped.wait(planning.retry_delay(failures))
+
+
+class Runtimes:
+    """The running parts of one instance in all shards of its service.
+
+    A thread reads the layout of the shards, and again when that is found to have changed.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        settings: Settings,
+        declaration: Declaration,
+        instance: str,
+        *,
+        max_interval: float,
+    ) -> None:
+        """Prepare; nothing is contacted before `start`. The arguments are those of `Runtime`."""
+        self._settings = settings
+        self._new_runtime = partial(
+            Runtime,
+            app,
+            settings,
+            declaration,
+            instance,
+            max_interval=max_interval,
+            on_layout=self._on_layout,
+            on_failure=self._on_failure,
+        )
+        self._shards = Shards(settings)
+        self._runtimes: dict[str, Runtime] = {}
+        self._following = threading.Lock()
+        self._followed: Layout | None = None
+        self._attention = threading.Event()
+        self._stopped = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dtimer-layout", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which starts the others."""
+        self._thread.start()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until they stop, or for ``timeout`` seconds.
+
+        Raises:
+            BaseException: what ended one of them, if it failed.
+        """
+        self._stopped.wait(timeout)
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What has ended one of them."""
+        failures = [runtime.failure for runtime in list(self._runtimes.values())]
+        return next((each for each in (self._failure, *failures) if each is not None), None)
+
+    def stop(self) -> None:
+        """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
+        until = time.monotonic() + _LEAVE_WITHIN
+        self._stopped.set()
+        self._attention.set()
+        with self._following:
+            runtimes = list(self._runtimes.values())
+        _stop_all(runtimes)
+        if self._thread.is_alive():
+            self._thread.join(max(0.0, until - time.monotonic()))
+
+    def _on_layout(self) -> None:
+        self._attention.set()
+
+    def _on_failure(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        failures = 0
+        try:
+            while not self._stopped.is_set():
+                self._attention.clear()
+                try:
+                    self._follow(self._shards.read_layout())
+                    wait, failures = self._settings.failure_check_interval, 0
+                except SettingsError:
+                    raise
+                except DistributedTimerError as exc:
+                    failures += 1
+                    if failures == 1 and not self._runtimes:  # else the membership says so
+                        logger.error("Start: %s; trying again until it answers", exc)
+                    wait = planning.retry_delay(failures)
+                self._attention.wait(wait)
+        except BaseException as exc:
+            logger.error("The shards of the service can not be followed: %s", exc)
+            self._failure = exc
+            self._stopped.set()
+        finally:
+            self._shards.close()
+
+    def _follow(self, layout: Layout) -> None:
+        """Take part in the shards of a layout, and in no others."""
+        if layout == self._followed:
+            return
+        active = shards_of(layout.shards, layout.wanted or layout.shards)
+        with self._following:
+            gone = [shard for shard in self._runtimes if shard not in active]
+            leaving = [self._runtimes.pop(shard) for shard in gone]
+            for shard in active:
+                if self._stopped.is_set():
+                    break
+                known = self._runtimes.get(shard)
+                if known is None:
+                    runtime = self._runtimes[shard] = self._new_runtime(shard=shard)
+                    runtime.take(layout)
+                    runtime.start()
+                else:
+                    known.take(layout)
+        self._followed = layout
+        _stop_all(leaving)
+
+
+def _stop_all(runtimes: list[Runtime]) -> None:
+    """Stop several at once."""
+    threads = [
+        threading.Thread(target=runtime.stop, name="dtimer-leave-shard") for runtime in runtimes[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    for runtime in runtimes[:1]:
+        runtime.stop()
+    for thread in threads:
+        thread.join()
 
 
 class DistributedScheduler(Scheduler):
@@ -358,7 +531,7 @@ class DistributedScheduler(Scheduler):
         self.instance = new_instance_id() if embedded else process_instance_id()
         self._owns_process = not embedded
         self._declaration = Declaration(source_of(app))
-        self._runtime: Runtime | None = None
+        self._runtime: Runtimes | None = None
         self._in_tick = False
         self._closed = False
         if not lazy:
@@ -389,7 +562,7 @@ class DistributedScheduler(Scheduler):
     def start(self) -> None:
         """Start to dispatch, unless that has been done."""
         if self._runtime is None:
-            self._runtime = Runtime(
+            self._runtime = Runtimes(
                 self.app,
                 self.settings,
                 self._declaration,

@@ -16,6 +16,9 @@ from celery_dtimer.policy import LONGEST_GRACE_MS, MOST_CATCH_UP, SHORTEST_GRACE
 #: The URL schemes that ``dtimer_redis_url`` accepts.
 SCHEMES = ("redis", "rediss", "redis+socket", "unix", "embedded")
 
+#: The shards that a service can have; each costs every instance three threads and connections.
+MOST_SHARDS = 64
+
 _DEFAULTS: dict[str, Any] = {
     "dtimer_redis_url": None,
     "dtimer_redis_options": {},
@@ -29,6 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_resolution": 0.005,
     "dtimer_lag_limit": 2,
     "dtimer_dispatch": "auto",
+    "dtimer_shards": 1,
     "dtimer_keep_finished": timedelta(days=7),
     "dtimer_coalesce": True,
     "dtimer_misfire_grace_time": None,
@@ -63,6 +67,7 @@ class Settings:
     resolution: float = 0.005
     lag_limit: float = 2.0
     dispatch: str = "auto"
+    shards: int = 1
     keep_finished: float = 7 * 86400.0
     defaults: Defaults = field(default_factory=Defaults)
     history: int = 10_000
@@ -99,6 +104,7 @@ class Settings:
             resolution=_seconds("dtimer_resolution", conf, zero=True),
             lag_limit=_seconds("dtimer_lag_limit", conf),
             dispatch=conf["dtimer_dispatch"],
+            shards=check_shards("dtimer_shards", conf["dtimer_shards"]),
             keep_finished=_seconds("dtimer_keep_finished", conf, zero=True),
             defaults=_defaults(conf, app.conf.beat_cron_starting_deadline),
             history=_whole("dtimer_history", conf, 1_000_000),
@@ -156,6 +162,17 @@ class Settings:
         parts = urlsplit(self.redis_url)
         secrets, at, place = parts.netloc.rpartition("@")
         return f"{parts.scheme}://{'**' if secrets else ''}{at}{place}{parts.path}"
+
+
+def check_shards(name: str, count: object) -> int:
+    """Return a number of shards.
+
+    Raises:
+        SettingsError: it is none; ``name`` names it.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_SHARDS:
+        raise _bad(name, count, f"a whole number from 1 to {MOST_SHARDS}")
+    return count
 
 
 def eta_threshold(app: Celery) -> float | None:

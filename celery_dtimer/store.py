@@ -84,8 +84,15 @@ _SCRIPTS = (
     *("run_started", "run_ended", "renew_runs", "open_runs", "close_runs", "lose"),
     "revoke_runs",
     *("requeue", "purge_dead"),
+    *("layout", "begin_resharding", "end_resharding", "mark_layout"),
+    *("depart", "arrive", "moved", "arrive_runs", "drop_runs", "arrive_letters", "drop_letters"),
 )
-_FENCED, _BUSY, _UNLINKED = -1, -2, -3
+# Those that are to reach the shard where a timer belongs.
+_PLACED = {
+    *("upsert", "delete", "pause", "resume", "stop", "trigger", "hold", "cancel", "requeue"),
+    *("declare", "undeclare", "run_started", "run_ended", "renew_runs"),
+}
+_FENCED, _BUSY, _UNLINKED, _ELSEWHERE = -1, -2, -3, -9
 _OUT_FIELDS = 8  # what ``running`` says of a run
 _WAITS = "waits"  # in the place of the number of refusals
 _SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
@@ -156,18 +163,26 @@ class Keys:
     ``history:{s}``               stream   what was sent, and what was not and why
     ``runs:{s}``                  stream   what became of runs in the workers
     ``counters:{s}``              hash     how many runs were sent, and not, by reason
-    ``meta:{s}``                  hash     last epoch, count of membership changes, mover, zones
+    ``meta:{s}``                  hash     last epoch, count of membership changes, mover, zones;
+                                           shards and layout
+    ``departing:{s}``             set      timers that are on their way to other shards
+    ``arrivals:{s}``              zset     what has come from other shards, and when that was over
     ``never:{s}``                 --       never exists (see ``prelude.lua``)
     ``wake:{s}:<i>``              channel  wakes an instance
     ============================  =======  =================================================
+
+    The tag of a service that has several shards is ``{s.0}``, ``{s.1}`` and so on. What the
+    ``meta`` of ``{s}`` says of shards holds for all of them.
     """
 
     service: str
     prefix: str = ""
+    shard: str = ""  #: its number, "" for the only one
 
     def __call__(self, what: str, id: str | None = None) -> str:
         """Return the key for ``what`` of the service, or of one id in it."""
-        key = f"{self.prefix}{what}:{{{encode_name(self.service)}}}"
+        shard = f".{self.shard}" if self.shard else ""
+        key = f"{self.prefix}{what}:{{{encode_name(self.service)}{shard}}}"
         return key if id is None else f"{key}:{id}"
 
 
@@ -296,6 +311,20 @@ class Reading(NamedTuple):
         return f"{limit} {ahead} {marks:d} {looks:d} {skip}"
 
 
+class Layout(NamedTuple):
+    """How a service is split into shards."""
+
+    shards: int
+    wanted: int  #: how many it is being given; 0 when it stays as it is
+    number: int  #: of the layout: every change has a larger one
+    seen: tuple[int, ...]  #: what `shards` has been over time
+
+    @property
+    def is_moving(self) -> bool:
+        """Say whether timers are moved from shard to shard."""
+        return self.wanted != 0
+
+
 #: Where a message goes: a command (``LPUSH``, ``PUBLISH``, ``PEXPIRE``) and its key.
 Target = tuple[str, str]
 
@@ -415,6 +444,10 @@ REVOKED = 2
 IN_FLIGHT = 2
 
 
+class LayoutChangedError(StoreError):
+    """The service has been given other shards than the caller goes by: nothing was written."""
+
+
 class UnlinkedError(StoreError):
     """The server that holds the timers is not the broker's: nothing was written."""
 
@@ -450,6 +483,8 @@ class Store:
         *,
         timeout: float | None = None,
         clock: Callable[[], int] | None = None,
+        shard: str = "",
+        layout: int | None = None,
     ) -> None:
         """Prepare a store; nothing is contacted until it is used.
 
@@ -457,9 +492,12 @@ class Store:
             settings: the service, and where its Redis is.
             timeout: seconds that a call may take; by default a third of the instance timeout.
             clock: answers the time in ms in place of the server's clock, for tests.
+            shard: which one of the service's it is, "" for the only one.
+            layout: the number of the service's layout by which it is that one; None not to check.
         """
         self.settings = settings
-        self.keys = Keys(settings.service, settings.key_prefix)
+        self.keys = Keys(settings.service, settings.key_prefix, shard)
+        self.layout = layout
         self._timeout = timeout or settings.call_timeout
         self._clock = clock
         self._client: Any = None
@@ -500,7 +538,7 @@ class Store:
 
     def _begin(self, name: str, *arguments: Any) -> Callable[[], Any]:
         """Send the call of a script; return what waits for its answer."""
-        keys_and_arguments = self._arguments(arguments)
+        keys_and_arguments = self._arguments(name, arguments)
         answer = self._send("EVALSHA", scripts()[name], 2, *keys_and_arguments)
 
         def finish() -> Any:
@@ -509,7 +547,7 @@ class Store:
                     value = answer()
                 except NoScriptError:
                     value = self.client.eval(script_source(name), 2, *keys_and_arguments)
-            return _unless_fenced(name, value)
+            return _checked(name, value)
 
         return finish
 
@@ -529,8 +567,10 @@ class Store:
 
         return finish
 
-    def _arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _arguments(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         now = "" if self._clock is None else str(self._clock())
+        if self.layout is not None and name in _PLACED:
+            now = f"{now}@{self.layout}"
         return (*self._declared_keys, now, *arguments)
 
     @contextlib.contextmanager
@@ -1027,25 +1067,39 @@ class Store:
         Args:
             limit: how many to return at most, few enough for one command; None for all.
         """
-        active = self._by_score("timer_queue", limit=limit)
+        active = self._ids_by_score("timer_queue", limit=limit)
         left = None if limit is None else limit - len(active)
-        return [*active, *self._by_score("inactive_timers", limit=left)]
+        return [*active, *self._ids_by_score("inactive_timers", limit=left)]
 
     def owned_ids(self, instance: str, limit: int | None = None) -> list[str]:
         """Return the ids of the timers that an instance owns, by their next time."""
-        return self._by_score("instance_timers", instance, limit)
+        return self._ids_by_score("instance_timers", instance, limit)
 
     def scores(self, what: str, id: str | None = None) -> dict[str, float]:
         """Return a sorted set's scores; what is there all along is not missed, however it moves."""
         with self._errors():
             return dict(self.client.zscan_iter(self.keys(what, id), count=1000))
 
-    def _by_score(self, what: str, id: str | None = None, limit: int | None = None) -> list[str]:
+    def by_score(
+        self, what: str, id: str | None = None, limit: int | None = None
+    ) -> list[tuple[str, float]]:
+        """Return the members of a sorted set with their scores, in the order of these.
+
+        Args:
+            what: the name of the set,
+            id: and of what it is.
+            limit: how many to return at most, few enough for one command; None for all.
+        """
         if limit is not None:
             with self._errors():
-                return list(self.client.zrange(self.keys(what, id), 0, limit - 1)) if limit else []
-        scores = self.scores(what, id)
-        return sorted(scores, key=lambda member: (scores[member], member))
+                key = self.keys(what, id)
+                return list(self.client.zrange(key, 0, limit - 1, withscores=True)) if limit else []
+        return sorted(self.scores(what, id).items(), key=lambda row: (row[1], row[0]))
+
+    def _ids_by_score(
+        self, what: str, id: str | None = None, limit: int | None = None
+    ) -> list[str]:
+        return [member for member, _ in self.by_score(what, id, limit)]
 
     def pending_count(self, instance: str | None = None) -> int:
         """Return how many active timers the service, or one instance, has."""
@@ -1086,6 +1140,11 @@ class Store:
         return int(self._call("trigger", id, trigger_id))
 
     # -- runs
+
+    @property
+    def kept_entries(self) -> int:
+        """How many entries a history keeps, about."""
+        return self.settings.history
 
     def history(self, from_ms: int) -> Iterator[Mapping[str, str]]:
         """Yield the entries of the history that were written since a moment, oldest first."""
@@ -1162,6 +1221,10 @@ class Store:
             for batch in _chunks(runs, BATCH)
         )
 
+    def drop_leases(self, task_ids: Sequence[str]) -> None:
+        """Forget the leases of runs."""
+        self._call("drop_runs", *task_ids)
+
     def open_runs(self, instance: str, epoch: int, runs: Sequence[HeldRun]) -> list[str]:
         """Note runs that are about to be sent; return the answers of ``open_runs.lua``."""
         lease_ms = round(self.settings.queued_lease * 1000)
@@ -1184,7 +1247,7 @@ class Store:
 
     def revoked_runs(self) -> list[str]:
         """Return the task ids of the runs that were revoked of late."""
-        return self._by_score("revoked_runs")
+        return self._ids_by_score("revoked_runs")
 
     def lost_runs(self, limit: int = BATCH) -> list[tuple[str, str]]:
         """Return runs whose leases have ended: their task ids, and what is stored of them."""
@@ -1285,6 +1348,91 @@ class Store:
             holder: str | None = self.client.get(key)
         return holder
 
+    def claim_of(self, task_id: str) -> str | None:
+        """Return the token that has claimed a run, None when none has."""
+        with self._errors():
+            holder: str | None = self.client.get(self.keys("run_claim", encode_name(task_id)))
+        return holder
+
+    # -- shards
+
+    def read_layout(self, shards: int) -> Layout:
+        """Return the service's layout; a new service gets so many shards."""
+        return _layout(self._call("layout", shards))
+
+    def layout_number(self) -> int:
+        """Return the number of the service's layout, which only its own ``meta`` has."""
+        with self._errors():
+            return _number(self.client.hget(self.keys("meta"), "layout") or "")
+
+    def begin_resharding(self, shards: int) -> Layout:
+        """Begin to give the service so many shards; return the layout."""
+        return _layout(self._call("begin_resharding", shards))
+
+    def end_resharding(self) -> Layout:
+        """Let the layout that was begun hold; return it."""
+        return _layout(self._call("end_resharding"))
+
+    def mark_layout(self, number: int) -> bool:
+        """Refuse calls by older layouts from now on; return False if it is so already."""
+        return bool(self._call("mark_layout", number))
+
+    def departing(self) -> list[str]:
+        """Return the ids of timers that have departed and not arrived, as far as is known here."""
+        with self._errors():
+            return sorted(self.client.smembers(self.keys("departing")))
+
+    def depart(self, ids: Sequence[str]) -> list[list[Any]]:
+        """Take timers out of this shard; return the answers of ``depart.lua``."""
+        return list(self._call("depart", *ids))
+
+    def arrive(self, timers: Mapping[str, Sequence[Any]]) -> int:
+        """Put timers that have departed into this shard; return how many were new here."""
+        rows = [
+            (id, definition, until, len(fields), *fields, len(out), *out)
+            for id, (_, definition, until, fields, out) in timers.items()
+        ]
+        batches = _sized_chunks(rows, lambda row: len(row[1]), _BATCH_BYTES, BATCH)
+        return sum(
+            int(self._call("arrive", *(part for row in batch for part in row))) for batch in batches
+        )
+
+    def moved(self, ids: Sequence[str]) -> int:
+        """Forget what has departed and arrived; return how many timers were moving from here."""
+        return sum(int(self._call("moved", *batch)) for batch in _chunks(ids, BATCH))
+
+    def leases(self) -> Iterator[list[tuple[str, str]]]:
+        """Yield the runs that are out, some at a time: task ids, and what is known of each."""
+        with self._errors():
+            known: dict[str, str] = dict(self.client.hscan_iter(self.keys("running"), count=1000))
+        runs = list(known.items())
+        yield from (runs[start : start + BATCH] for start in range(0, len(runs), BATCH))
+
+    def move_leases(self, runs: Sequence[tuple[str, str]], target: Store) -> None:
+        """Have another shard keep the leases of runs."""
+        with self._errors():
+            pipe = self.client.pipeline(transaction=False)
+            for task_id, _ in runs:
+                pipe.zscore(self.keys("run_leases"), task_id)
+            ends = pipe.execute()
+        there = [(*run, end) for run, end in zip(runs, ends, strict=True) if end is not None]
+        if there:
+            target._call(
+                "arrive_runs",
+                *(part for task_id, text, end in there for part in (task_id, int(end), text)),
+            )
+        self.drop_leases([task_id for task_id, _ in runs])
+
+    def move_letters(self, letters: Sequence[tuple[str, Mapping[str, str]]], target: Store) -> None:
+        """Have another shard keep dead letters, as `dead_letters` returns them."""
+        rows = []
+        for id, row in letters:
+            fields = [part for name, value in row.items() if name != "at" for part in (name, value)]
+            rows.append((id, row["at"], len(fields), *fields))
+        target._call("arrive_letters", *(part for row in rows for part in row))
+        self._call("drop_letters", *(id for id, _ in letters))
+        target.moved([f"letter:{id}" for id, _ in letters])
+
     # -- wake-ups
 
     def listen(
@@ -1307,9 +1455,11 @@ class Store:
                 pubsub.close()
 
 
-def _unless_fenced(name: str, answer: Any) -> Any:
+def _checked(name: str, answer: Any) -> Any:
     if answer == _FENCED:
         raise FencedError(f"{name}: the epoch is over")
+    if answer == _ELSEWHERE and name in _PLACED:
+        raise LayoutChangedError(f"{name}: the service is being given other shards")
     return answer
 
 
@@ -1486,6 +1636,11 @@ def _is_whole(text: str) -> bool:
 def maybe_whole(text: str) -> int | None:
     """Return the number in a field, None when no script could have written it."""
     return int(text) if _is_whole(text) else None
+
+
+def _layout(answer: list[Any]) -> Layout:
+    shards, wanted, number, seen = answer
+    return Layout(shards, wanted, number, tuple(_number(text) for text in seen.split(" ")))
 
 
 def _turn(answer: list[str]) -> Turn:

@@ -13,7 +13,7 @@ from typing import Any
 from celery import Celery, signals
 
 from celery_dtimer.settings import Settings
-from celery_dtimer.store import Store
+from celery_dtimer.sharding import Shards
 
 
 class ProcessStores:
@@ -29,9 +29,9 @@ class ProcessStores:
         self._app = weakref.ref(app)
         weakref.finalize(app, self.close).atexit = False
         self._longest_wait = longest_wait
-        self._stores: dict[tuple[int, str | None], Store] = {}  # by process and service
+        self._stores: dict[tuple[int, str | None], Shards] = {}  # by process and service
 
-    def of(self, service: str | None = None) -> Store:
+    def of(self, service: str | None = None) -> Shards:
         """Return this process's store of a service, by default the app's own.
 
         Raises:
@@ -44,7 +44,7 @@ class ProcessStores:
             assert app is not None  # noqa: S101 - whoever asks has it
             settings = Settings.from_app(app, service)
             timeout = min(settings.call_timeout, self._longest_wait)
-            store = self._stores.setdefault(key, Store(settings, timeout=timeout))
+            store = self._stores.setdefault(key, Shards(settings, timeout=timeout))
             # Held weakly; without an id Celery 5.5 takes the methods of all objects for one.
             signal_id = f"{__name__}.{id(self)}"
             signals.worker_process_shutdown.connect(self.close, dispatch_uid=signal_id)

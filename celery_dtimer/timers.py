@@ -51,6 +51,7 @@ from celery_dtimer.model import (
 )
 from celery_dtimer.options import CALLBACK_MARK, with_time_limits
 from celery_dtimer.policy import Defaults, check_policy, parse_policy
+from celery_dtimer.resharding import reshard
 from celery_dtimer.runs import (
     STATES,
     DeadLetter,
@@ -61,9 +62,10 @@ from celery_dtimer.runs import (
     told,
 )
 from celery_dtimer.scheduler import DistributedScheduler
-from celery_dtimer.settings import Settings
+from celery_dtimer.settings import Settings, check_shards
+from celery_dtimer.sharding import Shards
 from celery_dtimer.signals import timer_failed
-from celery_dtimer.store import Store, attempts
+from celery_dtimer.store import attempts
 from celery_dtimer.tracking import RunTracker
 from celery_dtimer.worker import RunClaims, callback_body, remembered_ms, take_retries
 from celery_dtimer.zones import zone_name, zone_of
@@ -126,7 +128,7 @@ class DistributedTimer:
         _track(app, service)
         self._countdowns = countdowns.install(app)
         self._lock = threading.Lock()
-        self._store: Store | None = None
+        self._shards: Shards | None = None
         self._scheduler: DistributedScheduler | None = None
         self._started_in = 0  # the process
         if service is not None and app.__dict__.setdefault(_BEATS_SERVICE, service) == service:
@@ -137,12 +139,12 @@ class DistributedTimer:
         return f"<DistributedTimer app={self.app.main!r} service={self._service!r}>"
 
     @property
-    def store(self) -> Store:
-        """The store behind this object."""
+    def store(self) -> Shards:
+        """The shards behind this object."""
         with self._lock:
-            if self._store is None:
-                self._store = Store(Settings.from_app(self.app, self._service))
-            return self._store
+            if self._shards is None:
+                self._shards = Shards(Settings.from_app(self.app, self._service))
+            return self._shards
 
     # ------------------------------------------------------------ callbacks
 
@@ -603,7 +605,30 @@ class DistributedTimer:
 
     def check_consistency(self) -> list[consistency.Violation]:
         """Return what does not hold between the service's structures: nothing when all is well."""
-        return consistency.check(self.store)
+        return sorted(found for store in self.store.stores for found in consistency.check(store))
+
+    def reshard(self, shards: int, on_progress: Callable[[int], None] = lambda moved: None) -> int:
+        """Split the service into another number of shards, while its instances go on.
+
+        Each shard has keys, and on Redis Cluster a slot, of its own. Timers move some at a time; no
+        run is lost. Should it end before its time, call it again: it goes on. Then set
+        ``dtimer_shards`` to the new number; processes that run go by it at once. All processes
+        that have to do with the service must know shards: this version or a newer one.
+
+        Args:
+            shards: how many it is to have, from 1 to 64.
+            on_progress: called now and then with how many timers have moved.
+
+        Returns:
+            how many timers have moved.
+
+        Raises:
+            SettingsError: it is no such number.
+            ConflictError: the service is being given another number of shards.
+            StoreUnavailableError: some timers can not be moved now, because their runs are being
+                published by a broker that does not answer say; or Redis could not be reached.
+        """
+        return reshard(self.store, check_shards("shards", shards), on_progress)
 
     def get_counts(self) -> Counts:
         """Return how many runs the service has sent, and how many did not happen, by reason."""
@@ -681,7 +706,8 @@ class DistributedTimer:
             if is_one_message(requeued_id, definition):
                 task_id = requeued_task_id(requeued_id)
         revision, blob = definition.revision, definition.blob
-        if not self.store.requeue(id, requeued_id, parent, revision, blob, task_id=task_id):
+        timer = row.get("timer") or requeued_id
+        if not self.store.requeue(id, timer, requeued_id, parent, revision, blob, task_id=task_id):
             raise TimerNotFoundError(f"no dead letter has the id {shown(id)} any more")
 
     def purge_dead_letters(self, before: datetime | None = None) -> int:
@@ -722,7 +748,7 @@ class DistributedTimer:
         except InvalidTimerError:
             definition = None
         found = history.records(self.store.history(moment_ms - history.NEAR_MS), state.id)
-        answer = history.explain(definition, state, moment_ms, self.store.now_ms(), found)
+        answer = history.explain(definition, state, moment_ms, self.store.now_ms(state.id), found)
         near = timedelta(milliseconds=history.NEAR_MS)
         noted = told(
             record
@@ -765,7 +791,7 @@ class DistributedTimer:
         if after is not None:
             after_ms = schedules.moment_ms("after", after, timezone or self.app.timezone)
         definition, state = self._previewed(timer_or_schedule, timezone, timing)
-        now_ms = time.time_ns() // 1_000_000 if state is None else self.store.now_ms()
+        now_ms = time.time_ns() // 1_000_000 if state is None else self.store.now_ms(state.id)
         if after_ms is None:
             after_ms = now_ms
             if state is not None and state.status == "active" and state.due_ms is not None:
@@ -912,7 +938,7 @@ class DistributedTimer:
             if state.status == "active":
                 return
             definition = self._definition_of(timer, state)
-            plan = planning.resume(definition, state, self.store.now_ms())
+            plan = planning.resume(definition, state, self.store.now_ms(state.id))
             if plan.next_due_ms is None:
                 raise InvalidTimerError(
                     f"timer {shown(timer)} has no run left: {definition.schedule.describe()}"
@@ -939,7 +965,7 @@ class DistributedTimer:
         if blob is not None:
             with suppress(InvalidTimerError):  # the store refuses what cannot be read
                 expires_ms = decode_definition(blob).expires_ms
-        if expires_ms is not None and expires_ms <= self.store.now_ms():
+        if expires_ms is not None and expires_ms <= self.store.now_ms(id):
             raise InvalidTimerError(f"timer {shown(timer)} has nothing to send: it has expired")
 
     def delete_timer(self, timer: str) -> None:
@@ -948,7 +974,7 @@ class DistributedTimer:
         Raises:
             TimerNotFoundError: there is none.
         """
-        if not self.store.delete([self._resolve(timer).id])[0]:
+        if not self.store.delete(self._resolve(timer).id):
             raise _not_found(timer)
 
     # ------------------------------------------------------------ durable countdowns
@@ -1061,7 +1087,7 @@ class DistributedTimer:
         if not isinstance(timer, str):
             raise invalid("timer", timer, "the id or the name of a timer")
         ids = [timer_id(timer), *([timer] if is_timer_id(timer) else [])]
-        for state in self.store.states(ids)[1]:
+        for state in self.store.states(ids):
             if state is not None and not state.parent:
                 return state
         raise _not_found(timer)

@@ -35,8 +35,9 @@ from celery_dtimer.model import to_ms
 from celery_dtimer.options import RETRY_HEADER
 from celery_dtimer.runs import DeadLetter, error_text, read_letter
 from celery_dtimer.settings import Settings
+from celery_dtimer.sharding import Shards
 from celery_dtimer.signals import tell, timer_failed
-from celery_dtimer.store import REVOKED, OutRun, Store, encode_name
+from celery_dtimer.store import REVOKED, OutRun, encode_name
 from celery_dtimer.stores import ProcessStores
 from celery_dtimer.worker import LONGEST_WAIT, REVOKED_MARK, CallbackTimer, timer_of
 
@@ -177,7 +178,7 @@ class RunTracker:
             self._end(store, _out_run(request, timer), runs.FAILED, None, error, None, letter)
         self._tell_soon(timer.service, letter)
 
-    def _is_sent_again(self, store: Store, timer_id: str, resent: int) -> bool:
+    def _is_sent_again(self, store: Shards, timer_id: str, resent: int) -> bool:
         """Say whether a run whose process is gone is left to the look for lost runs."""
         try:
             return runs.is_sent_again(store, timer_id, resent)
@@ -263,7 +264,7 @@ class RunTracker:
             return None
         return None if request.is_eager else timer_of(request)
 
-    def _store(self, service: str) -> Store | None:
+    def _store(self, service: str) -> Shards | None:
         """Return the store of a service, None when its runs are not tracked."""
         try:
             store = self._stores.of(service)
@@ -278,7 +279,7 @@ class RunTracker:
 
     def _end(
         self,
-        store: Store,
+        store: Shards,
         run: OutRun,
         kind: str,
         took_ms: int | None,
@@ -392,7 +393,7 @@ class _Backlog:
 class LeaseRenewals(threading.Thread):
     """Renews the leases of the runs that a worker is running; `step` is one round."""
 
-    def __init__(self, store_of: Callable[[str], Store | None]) -> None:
+    def __init__(self, store_of: Callable[[str], Shards | None]) -> None:
         """Prepare the thread; `start` runs it.
 
         Args:
@@ -421,14 +422,14 @@ class LeaseRenewals(threading.Thread):
         Raises:
             StoreError: Redis did not answer, or refused.
         """
-        by_service: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        by_service: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
         for request in _active_requests():
             header = request.request_dict.get("dtimer")
             self.hostname = request.hostname
-            if isinstance(header, Mapping) and "service" in header:
+            if isinstance(header, Mapping) and {"service", "id"} <= header.keys():
                 properties = request.request_dict.get("properties")
                 message = _message(request.hostname, properties)
-                by_service[header["service"]].append((request.id, message))
+                by_service[header["service"]].append((request.id, message, str(header["id"])))
         renewed = 0
         for service, running in by_service.items():
             store = self._store_of(service)

@@ -122,7 +122,8 @@ class RunClaims:
             return
         token = self._token(request, timer)
         try:
-            holder = self._stores.of(timer.service).claim_run(request.id, token, keep_ms)
+            shards = self._stores.of(timer.service)
+            holder = shards.claim_run(request.id, token, keep_ms, timer.id)
         except DistributedTimerError as exc:
             self._warn(exc)
             return

@@ -6,10 +6,15 @@
 --
 -- A script is isolated, not rolled back: it reads and checks before its first write. User data is opaque here.
 -- Moments are whole milliseconds of the server's clock; ARGV[1] of every script is such a moment given by a test, or "".
+--
+-- A service may be split into shards, each with all of these keys (but for what layout.lua tells, which the service's own
+-- meta has). Calls that must reach the right one give the number of the layout that they go by behind an "@" in ARGV[1]:
+-- a shard that knows a newer one answers -9 and writes nothing.
 
 local PREFIX, TAG = string.match(KEYS[1], '^(.-)meta:({[^}]*})$')
 local UNASSIGNED = 'unassigned'
-local FENCED, BUSY, UNLINKED = -1, -2, -3
+local FENCED, BUSY, UNLINKED, ELSEWHERE = -1, -2, -3, -9
+local GIVEN_NOW, GIVEN_LAYOUT = string.match(ARGV[1], '^(%d*)@?(%d*)$')
 local LAST_MS = 253402300799999 -- the last moment that can be shown, in the year 9999
 
 local function key(what, id)
@@ -42,8 +47,8 @@ end
 
 -- Now in ms, and the microseconds since.
 local function server_time()
-  if ARGV[1] ~= '' then
-    return tonumber(ARGV[1]), 0
+  if GIVEN_NOW ~= '' then
+    return tonumber(GIVEN_NOW), 0
   end
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000), time[2] % 1000
@@ -66,6 +71,16 @@ local function fields(name, ...)
     end
   end
   return values
+end
+
+if GIVEN_LAYOUT ~= '' and number(fields(META, 'layout_here')[1], 0) > tonumber(GIVEN_LAYOUT) then
+  return ELSEWHERE
+end
+
+-- The layout of the service: see layout.lua.
+local function layout()
+  local row = fields(META, 'shards', 'shards_wanted', 'layout', 'shards_seen')
+  return {number(row[1], 1), number(row[2], 0), number(row[3], 0), row[4] or row[1] or '1'}
 end
 
 -- Says whether the instance is registered with this epoch.
@@ -163,7 +178,7 @@ end
 
 -- An id for the next entry of a stream: by the server's clock, or by a test's.
 local function entry_id(stream)
-  if ARGV[1] == '' then
+  if GIVEN_NOW == '' then
     return '*'
   end
   local last = redis.pcall('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
@@ -279,6 +294,11 @@ local function keep_lease(task, timer, expiry, deadline)
   end
   redis.call('ZADD', RUN_LEASES, whole(expiry), task)
   redis.call('ZADD', key('open_runs', timer), 'XX', whole(expiry), task)
+end
+
+local function put_lease(task, expiry, text)
+  redis.call('HSET', RUNNING, task, text)
+  redis.call('ZADD', RUN_LEASES, expiry, task)
 end
 
 local function drop_lease(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.publisher import BrokerDownError, Outcome
 from celery_dtimer.schedules import Interval, OneShot, Schedule
 from celery_dtimer.settings import Settings
+from celery_dtimer.sharding import Shards
 from celery_dtimer.store import DueTimer, Reading, Settlement, Store
 from tests.servers import RedisServer
 
@@ -69,6 +71,15 @@ class Service:
         self.keys = self.store.keys
         self.is_damaged = False  #: set by a test that leaves inconsistent keys on purpose
         self._sequence = 0
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The service as the API sees it, on connections of its own."""
+        return self.another_shards()
+
+    def another_shards(self) -> Shards:
+        """Return the service as the API sees it, on connections of its own."""
+        return Shards(self.settings, clock=self.clock)
 
     def another_store(self) -> Store:
         """Return a store of the same service on a connection of its own."""
@@ -214,6 +225,7 @@ def make_service(redis_server: RedisServer, prefix: str) -> Iterator[MakeService
     ]
     for service in made:
         service.store.close()
+        service.shards.close()
     assert not violations
 
 

@@ -123,7 +123,7 @@ def test_cadences_are_the_same_whatever_the_apps_zone(
     """Also after a restart, which reads back what is stored."""
     app = make_app(enable_utc=enable_utc, timezone=zone)
     timers = DistributedTimer(app)
-    timers._store = service.another_store()
+    timers._shards = service.another_shards()
     start = to_datetime(START_MS)
     entries = {
         "interval": {"task": "t", "schedule": 20.0},

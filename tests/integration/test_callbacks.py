@@ -214,7 +214,7 @@ def test_a_run_is_forgotten_after_the_stated_time(
     def once(timer: CallbackTimer) -> None:
         runs.seen.append(once.request.id)
 
-    key = timers.store.keys("run_claim", RUN)
+    key = timers.store.base.keys("run_claim", RUN)
     with worker(timers):
         send(once)
         wait_until(lambda: runs.seen == [RUN], "the run", 15)
@@ -270,7 +270,7 @@ def test_the_connections_end_with_the_worker_and_are_made_anew(
         send(once)
         wait_until(lambda: runs.seen == [RUN], "the run", 15)
         (store,) = timers._claims._stores._stores.values()
-        (connection,) = store.client.connection_pool._available_connections
+        (connection,) = store.base.client.connection_pool._available_connections
         assert connection._sock is not None
         signal.send(sender=None)
         assert connection._sock is None

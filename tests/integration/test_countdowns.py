@@ -82,7 +82,7 @@ class Shop:
 
     @property
     def store(self) -> Store:
-        return self.timers.store
+        return self.timers.store.base
 
     @property
     def queue(self) -> str:
@@ -121,8 +121,8 @@ class Shop:
             backend: Any = self.app.backend
             backend.result_consumer.stop()
             backend.client.connection_pool.disconnect()
-        if self.timers._store is not None:
-            self.store.close()
+        if self.timers._shards is not None:
+            self.timers.store.close()
 
     def clear(self) -> None:
         """Cancel all that is pending."""

@@ -224,7 +224,7 @@ def test_from_outside_it_is_listed_and_not_previewed(
     app = make_app()
     declare(app, beat, OfficeHours(10, always))
     timers = DistributedTimer(app)
-    timers._store = service.another_store()
+    timers._shards = service.another_shards()
     timer = timers.get_timer("custom")
     assert timer.schedule is not None
     assert timer.next_run_at == to_datetime(START_MS + 10_000)
@@ -241,7 +241,7 @@ def test_it_is_paused_and_resumed(
     app = make_app()
     declare(app, beat, OfficeHours(10, always))
     timers = DistributedTimer(app)
-    timers._store = service.another_store()
+    timers._shards = service.another_shards()
     go_on(beat, 12)
     timers.pause_timer("custom")
     go_on(beat, 30)

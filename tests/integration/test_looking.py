@@ -92,9 +92,9 @@ def test_why_takes_a_datetime_and_the_apps_zone(make_app: MakeApp) -> None:
 
 def test_why_explains_a_timer_that_cannot_be_read(timers: Timers) -> None:
     id = timers.create_timer("a", 10, "record")
-    timers.store.client.set(timers.store.keys("timer_definition", id), "nonsense")
+    timers.store.base.client.set(timers.store.base.keys("timer_definition", id), "nonsense")
     assert "can not be read" in timers.why(id, START + timedelta(seconds=10))
-    timers.store.client.delete(timers.store.keys("timer_definition", id))
+    timers.store.base.client.delete(timers.store.base.keys("timer_definition", id))
     assert "can not be read" in timers.why(id, START + timedelta(seconds=10))
     timers.delete_timer(id)
 

@@ -140,7 +140,7 @@ def test_what_was_revoked_is_out_no_more_even_if_its_worker_is_dead(
     beat.service.clock.advance(2)
     beat.store.heartbeat(beat.instance, beat.lease.epoch)
     assert LostRuns(beat.service.store).step(beat.lease) == 0
-    states = {record.number: record.state for record in read_runs(beat.service.store)}
+    states = {record.number: record.state for record in read_runs(beat.service.shards)}
     assert states == {1: "revoked", 2: "started"}
     assert beat.service.store.revoked_runs() == [broker.sent[0].task_id]
 
@@ -302,7 +302,7 @@ def test_of_a_trigger_no_number_is_known(beat: Beat, broker: Broker) -> None:
     beat.service.trigger(timer)
     step_at(beat, 1)
     start(beat.service, broker.sent[0])
-    (record,) = read_runs(beat.service.store, timer.id)
+    (record,) = read_runs(beat.service.shards, timer.id)
     assert (record.number, record.instance, record.state) == (None, "a", "started")
 
 
@@ -320,7 +320,7 @@ def test_a_run_that_is_refused_too_often_becomes_a_dead_letter(
         step_at(beat, seconds)
     state = beat.service.state(timer.id)
     assert (state.skips, state.due_ms) == ({"refused": 1}, START_MS + 200_000)
-    (letter,) = read_letters(beat.service.store)
+    (letter,) = read_letters(beat.service.shards)
     assert (letter.reason, letter.error) == ("refused", "no such exchange")
     assert (letter.name, letter.number) == ("stubborn", 1)
     assert letter.scheduled_at == to_datetime(START_MS + 100_000)
@@ -358,9 +358,9 @@ def test_a_run_without_a_lease_is_lost_once(beat: Beat, broker: Broker) -> None:
     beat.service.clock.advance(61)
     assert lose(beat) == 1
     assert lose(beat) == 0
-    (record,) = read_runs(beat.service.store, timer.id)
+    (record,) = read_runs(beat.service.shards, timer.id)
     assert (record.state, record.task_id) == ("lost", broker.sent[0].task_id)
-    (letter,) = read_letters(beat.service.store)
+    (letter,) = read_letters(beat.service.shards)
     assert (letter.reason, letter.name, letter.number) == ("lost", "t", 1)
 
 
@@ -390,7 +390,7 @@ def test_it_is_sent_again_as_often_as_asked_as_the_same_run(
     assert lose(beat) == 1
     beat.step()
     assert len(broker.sent) == 3
-    assert [letter.reason for letter in read_letters(beat.service.store)] == ["lost"]
+    assert [letter.reason for letter in read_letters(beat.service.shards)] == ["lost"]
 
 
 def test_a_message_that_got_lost_is_sent_again(make_service: MakeService, broker: Broker) -> None:
@@ -412,7 +412,7 @@ def test_a_run_whose_timer_is_gone_is_lost_all_the_same(beat: Beat, broker: Brok
     beat.service.store.delete([timer.id])
     beat.service.clock.advance(61)
     assert lose(beat) == 1
-    (letter,) = read_letters(beat.service.store)
+    (letter,) = read_letters(beat.service.shards)
     assert (letter.timer_id, letter.name) == (timer.id, "")
 
 
@@ -494,7 +494,7 @@ def test_receivers_are_told_of_runs_that_can_not_be_sent(
     wait_until(lambda: heard.of("timer_failed"), "the letter")
     letter: DeadLetter = heard.of("timer_failed")[0]["letter"]
     assert (letter.name, letter.reason, letter.error) == ("t", "broken", "no such serializer")
-    (stored,) = read_letters(beat.service.store)
+    (stored,) = read_letters(beat.service.shards)
     assert (stored.id, stored.error) == (letter.id, letter.error)
 
 

@@ -30,7 +30,7 @@ class Deployment:
     def timers(self, zone: str) -> DistributedTimer:
         """Return the API of an app in a time zone."""
         timers = DistributedTimer(self.make_app(timezone=zone))
-        timers._store = self.service.another_store()
+        timers._shards = self.service.another_shards()
         return timers
 
     def start(self, zone: str, instance: str, **entries: Any) -> tuple[StaticSchedule, Lease]:

@@ -1163,7 +1163,7 @@ def test_the_letter_of_the_last_run_holds_the_definition_or_the_timer_does(
     end(service, run_of(timer), runs.FAILED, letter={"reason": "failed"})
     (row,) = letters(service).values()
     assert ("definition" in row) is (size < 65536)
-    assert requeued(service.store, row) == (timer_like(timer), None)
+    assert requeued(service.shards, row) == (timer_like(timer), None)
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
@@ -1177,7 +1177,7 @@ def test_the_letter_of_a_last_run_that_was_lost_holds_the_definition_or_the_time
     assert lose(service, epoch) == 1
     (row,) = letters(service).values()
     assert ("definition" in row) is (size < 65536)
-    assert requeued(service.store, row) == (timer_like(timer), None)
+    assert requeued(service.shards, row) == (timer_like(timer), None)
 
 
 class timer_like:  # noqa: N801 - stands for a value
@@ -1208,9 +1208,9 @@ def test_a_letter_that_does_not_tell_what_to_send_is_kept(service: Service, epoc
     end(service, run_of(timer), runs.FAILED, letter={"reason": "failed", "name": "once"})
     (row,) = letters(service).values()
     with pytest.raises(InvalidTimerError, match=r"'once' .* has had its last run, and is over"):
-        requeued(service.store, row)
+        requeued(service.shards, row)
     again = service.add("once", at_ms=START_MS + 5000, args=(2,))
-    assert requeued(service.store, row) == (timer_like(again), None)
+    assert requeued(service.shards, row) == (timer_like(again), None)
 
 
 def test_what_is_cut_is_what_the_timer_was_when_it_finished_last(
@@ -1245,10 +1245,10 @@ def test_a_letter_that_tells_all_needs_no_timer(
     else:
         service.redis.set(service.keys("timer_definition", timer.id), "nonsense")
     (row,) = letters(service).values()
-    definition, _ = requeued(service.store, row)
+    definition, _ = requeued(service.shards, row)
     assert (definition.name, definition.task, definition.args) == ("näme", "t", [1])
     with pytest.raises(InvalidTimerError, match="is gone, or can not be read"):
-        requeued(service.store, {**row, "call": "nonsense"})
+        requeued(service.shards, {**row, "call": "nonsense"})
 
 
 # ------------------------------------------------------------------ what was sent, and is no more
@@ -1301,10 +1301,10 @@ def test_the_letter_of_a_lost_run_is_sent_by_what_sent_it_or_not_at_all(
         change()
     (row,) = letters(service).values()
     with pytest.raises(InvalidTimerError, match="was changed after the run was sent"):
-        requeued(service.store, row)
+        requeued(service.shards, row)
     if is_late:  # and back
         timer = service.add("timer", every=10, args=(1,))
-        assert requeued(service.store, row) == (timer_like(timer), None)
+        assert requeued(service.shards, row) == (timer_like(timer), None)
 
 
 def test_a_one_shot_whose_moment_had_come_is_known_when_it_is_lost(
@@ -1339,7 +1339,7 @@ def test_what_was_requeued_is_kept_for_a_letter_of_its_own(
     assert lose(service, epoch) == 1
     ((letter, row),) = letters(service).items()
     assert letter == task_id
-    assert requeued(service.store, row) == (timer_like(other), None)
+    assert requeued(service.shards, row) == (timer_like(other), None)
     assert service.redis.ttl(service.keys("dead_timer", task_id)) == -1, "as all letters"
 
 
@@ -1364,7 +1364,7 @@ def test_of_a_run_with_several_messages_only_one_is_sent_again(
     letter = {"reason": "failed", **({"shards": "4"} if is_told else {})}
     end(service, run_of(timer, shard=2), runs.FAILED, letter=letter)
     (row,) = letters(service).values()
-    assert requeued(service.store, row) == (timer_like(timer), 2)
+    assert requeued(service.shards, row) == (timer_like(timer), 2)
     id = new_requeued_id(2)
     run = Run("s", "a", timer.id, id, 1, START_MS, 1, timer)
     assert [(part.shard_index, part.shard_total) for part in run.parts] == [(2, 4)]
@@ -1381,7 +1381,7 @@ def test_a_message_of_a_run_is_not_sent_as_one_of_another_number(
     end(service, run_of(timer, shard=2), runs.FAILED, letter=letter)
     (row,) = letters(service).values()
     with pytest.raises(InvalidTimerError, match=f"has {then} shards by now"):
-        requeued(service.store, row)
+        requeued(service.shards, row)
 
 
 def test_no_canvas_is_sent_for_a_task_in_it_of_which_too_little_is_known(
@@ -1396,7 +1396,7 @@ def test_no_canvas_is_sent_for_a_task_in_it_of_which_too_little_is_known(
         end(service, run_of(timer), runs.FAILED, letter=letter)
         (row,) = letters(service).values()
         with pytest.raises(InvalidTimerError, match=why):
-            requeued(service.store, row)
+            requeued(service.shards, row)
     whole = {
         "reason": "failed",
         "task": "tasks.step",
@@ -1405,7 +1405,7 @@ def test_no_canvas_is_sent_for_a_task_in_it_of_which_too_little_is_known(
     }
     end(service, run_of(timer), runs.FAILED, letter=whole)
     (row,) = letters(service).values()
-    definition, _ = requeued(service.store, row)
+    definition, _ = requeued(service.shards, row)
     assert (definition.task, definition.args) == ("tasks.step", [1])
     assert (definition.options, definition.name) == ({"queue": "q"}, "canvas")
 

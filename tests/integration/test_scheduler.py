@@ -24,7 +24,7 @@ from celery_dtimer import DistributedScheduler, DistributedTimer, SettingsError
 from celery_dtimer import scheduler as scheduler_module
 from celery_dtimer.definitions import Definitions
 from celery_dtimer.errors import StoreUnavailableError
-from celery_dtimer.scheduler import Loop, Runtime
+from celery_dtimer.scheduler import Loop, Runtimes
 from celery_dtimer.store import Store
 from tests.conftest import MakeApp, ReadQueue
 from tests.servers import RedisServer
@@ -263,12 +263,12 @@ def test_the_loop_waits_no_longer_than_any_of_its_limits(
     max_interval: float,
     expected: float,
 ) -> None:
-    monkeypatch.setattr(Runtime, "start", lambda _: None)
+    monkeypatch.setattr(Runtimes, "start", lambda _: None)
     app = make_app(dtimer_check_interval=check_interval, dtimer_instance_timeout=10)
     scheduler = make_scheduler(app, max_interval=max_interval)
     scheduler.start()
     assert scheduler._runtime is not None
-    assert scheduler._runtime._loop.step() == expected
+    assert scheduler._runtime._new_runtime()._loop.step() == expected
 
 
 def test_a_turn_that_sends_says_so_in_one_line(
@@ -580,7 +580,7 @@ def test_a_scheduler_that_has_failed_is_started_anew(make_app: MakeApp) -> None:
     first = timers.start()
     try:
         assert timers.start() == first
-        timers._scheduler._runtime.failure = RuntimeError("made up")  # type: ignore[union-attr]
+        timers._scheduler._runtime._failure = RuntimeError("made up")  # type: ignore[union-attr]
         second = timers.start()
         assert second != first
         wait_until(lambda: registered(timers) == [second], "the second alone to be registered")

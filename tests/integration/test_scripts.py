@@ -66,7 +66,8 @@ def test_a_script_says_its_keys_arguments_answer_and_cost(name: str) -> None:
 
 @pytest.mark.parametrize("name", scripts())
 def test_a_script_has_a_test(name: str) -> None:
-    modules = (Path(__file__), Path(__file__).with_name("test_run_scripts.py"))
+    names = ("test_scripts.py", "test_run_scripts.py", "test_sharding.py")
+    modules = [Path(__file__).with_name(name) for name in names]
     assert any(f"\ndef test_{name}_" in module.read_text() for module in modules)
 
 
@@ -2458,11 +2459,11 @@ def test_commit_keeps_a_countdown_that_can_not_be_sent_as_a_dead_letter(service:
     timer = service.due_one("a", epoch)
     assert service.commit("a", epoch, Settlement(timer, "broken", reason="why")) == [1]
     assert not service.exists(timer.id)
-    (letter,) = read_letters(service.store)
+    (letter,) = read_letters(service.shards)
     assert (letter.reason, letter.error, letter.task_id) == ("broken", "why", held().name)
     assert letter.task == held().task
     ((id, row),) = service.store.dead_letters()
-    found = requeued(service.store, row)[0]
+    found = requeued(service.shards, row)[0]
     assert found.blob == held().blob
     assert service.store.requeue(id, timer.id, "", found.revision, found.blob)
     again = service.due_one("a", epoch)

@@ -26,6 +26,7 @@ from celery_dtimer import (
 from celery_dtimer.declarations import declared
 from celery_dtimer.model import decode_definition, timer_id, to_datetime
 from celery_dtimer.schedules import Crontab, Interval, OneShot
+from celery_dtimer.sharding import Shards
 from celery_dtimer.store import DueTimer, Reading, Settlement, Store
 from tests.conftest import MakeApp
 from tests.integration.conftest import START_MS, Clock
@@ -42,20 +43,21 @@ class Timers(DistributedTimer):
     def __init__(self, app: Any) -> None:
         super().__init__(app)
         self.clock = Clock()
-        self._store = Store(super().store.settings, clock=self.clock)
+        self._shards = Shards(super().store.settings, clock=self.clock)
         self._epoch = 0
         self._commits = 0
 
     def fire(self) -> list[str]:
         """Commit a run of everything that is due, as a beat would; return the timers' ids."""
         if not self._epoch:
-            self._epoch = self.store.register("beat", {}).epoch
-            while self.store.reap("beat", self._epoch).more:
+            self._epoch = self.store.base.register("beat", {}).epoch
+            while self.store.base.reap("beat", self._epoch).more:
                 pass
-        due = self.store.due("beat", self._epoch, Reading(100)).timers
+        store = self.store.base
+        due = store.due("beat", self._epoch, Reading(100)).timers
         settlements = [self._ran(timer) for timer in due]
         self._commits += 1
-        assert set(self.store.commit("beat", self._epoch, self._commits, settlements).codes) <= {1}
+        assert set(store.commit("beat", self._epoch, self._commits, settlements).codes) <= {1}
         return [timer.parent or timer.id for timer in due]
 
     def _ran(self, timer: DueTimer) -> Settlement:
@@ -87,8 +89,10 @@ def timers(make_app: MakeApp) -> Iterator[Timers]:
 
 @pytest.fixture
 def stored(redis_server: RedisServer, prefix: str) -> Any:
-    """Return the keys of the test's service, with what they hold of timers."""
-    return lambda: sorted(redis_server.client.scan_iter(f"{prefix}*", count=1000))
+    """Return the keys of the test's service, but for the one that tells of its shards."""
+    return lambda: sorted(
+        set(redis_server.client.scan_iter(f"{prefix}*", count=1000)) - {f"{prefix}meta:{{orders}}"}
+    )
 
 
 # ------------------------------------------------------------------ nothing happens too early
@@ -362,7 +366,7 @@ def test_a_batch_that_fails_lets_those_on_their_way_arrive(
         patch.setattr(Store, "_begin", lose)
         with pytest.raises(StoreUnavailableError):
             timers.create_timers(wanted)
-    assert not timers.store.client.connection_pool._in_use_connections
+    assert not timers.store.base.client.connection_pool._in_use_connections
     assert len(timers.create_timers(wanted)) == 300
     assert len(timers.get_timers()) == 300
 
@@ -552,7 +556,7 @@ def test_a_page_is_read_without_all_that_is_behind_it(
 ) -> None:
     timers.create_timers({**GOOD, "name": f"t{number}"} for number in range(20))
     expected = names(timers.get_timers())[3:7]
-    monkeypatch.setattr(timers.store, "scores", None)
+    monkeypatch.setattr(timers.store.base, "scores", None)
     assert names(timers.get_timers(offset=3, limit=4)) == expected
 
 
@@ -787,7 +791,7 @@ def test_a_broken_timer_is_listed_and_mended_by_a_new_definition(
     timers: Timers, redis_server: RedisServer
 ) -> None:
     id = timers.create_timer("a", 10, "record")
-    key = timers.store.keys("timer_definition", id)
+    key = timers.store.base.keys("timer_definition", id)
     redis_server.client.set(key, '{"name":"a"}')
     timer = timers.get_timer(id)
     assert (timer.status, timer.name, timer.schedule) == ("broken", "a", None)

@@ -111,7 +111,7 @@ class Bench:
 
     def out(self) -> int:
         """Return how many runs are out."""
-        store = self.timers.store
+        store = self.timers.store.base
         return int(store.client.hlen(store.keys("running")))
 
 
@@ -200,7 +200,7 @@ def test_a_retry_keeps_its_run_out_until_it_has_ended(bench: Bench) -> None:
     record = bench.record()
     assert (record.state, record.error) == ("retried", "KeyError: 'first'")
     assert bench.out() == 1
-    store = bench.timers.store
+    store = bench.timers.store.base
     expiry = store.client.zscore(store.keys("run_leases"), "run-1")
     assert 3600 + 55 < expiry / 1000 - store.now_ms() / 1000 < 3600 + 61
     bench.run(task, tag="t2", retries=1)
@@ -271,8 +271,8 @@ def test_arguments_are_kept_for_a_failed_run_if_they_can_be(bench: Bench) -> Non
 
 def test_a_worker_that_starts_drops_what_was_revoked_meanwhile(bench: Bench) -> None:
     other = DistributedTimer(bench.app, "reports")
-    bench.timers.store.revoke_runs(["run-1"], "")
-    other.store.revoke_runs(["run-2"], "")
+    bench.timers.store.base.revoke_runs(["run-1"], "")
+    other.store.base.revoke_runs(["run-2"], "")
     bench.tracker.services.add("orders")
     worker = Starting(bench.app)
     signals.worker_ready.send(sender=worker)
@@ -442,7 +442,7 @@ def test_a_callback_whose_run_was_revoked_meanwhile_is_not_called(bench: Bench) 
     def act(timer: CallbackTimer) -> None:
         called.append(1)
 
-    bench.timers.store.revoke_runs(["run-1"], "")
+    bench.timers.store.base.revoke_runs(["run-1"], "")
     task = bench.callback(act)
     bench.run(task)
     assert (called, bench.record().state, bench.out()) == ([], "revoked", 0)
@@ -459,7 +459,7 @@ def test_a_worker_renews_what_it_runs_with_one_call(
 ) -> None:
     renewals = LeaseRenewals(bench.tracker._store)
     leases: list[float] = []
-    store = bench.timers.store
+    store = bench.timers.store.base
 
     def lease() -> float:
         return float(store.client.zscore(store.keys("run_leases"), "run-1"))

@@ -59,6 +59,7 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_resolution": 0,
         "dtimer_lag_limit": 3,
         "dtimer_dispatch": "atomic",
+        "dtimer_shards": 4,
         "dtimer_keep_finished": 0,
         "dtimer_history": 5,
         "dtimer_track_runs": False,

@@ -1,0 +1,16 @@
+-- Put the leases of runs that are out into this shard, where their timers are by now.
+-- KEYS[1] meta   KEYS[2] never
+-- ARGV[1] now or ""   then per run: task id, end of its lease, what RUNNING says of it
+-- Returns how many were new here.
+-- Worst case: O(runs of the call * log runs that are out).
+
+redis.call('HLEN', RUNNING)
+redis.call('ZCARD', RUN_LEASES)
+local arrived = 0
+for i = 2, #ARGV, 3 do
+  if redis.call('HEXISTS', RUNNING, ARGV[i]) == 0 then
+    put_lease(ARGV[i], ARGV[i + 1], ARGV[i + 2])
+    arrived = arrived + 1
+  end
+end
+return arrived

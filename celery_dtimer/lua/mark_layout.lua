@@ -1,0 +1,17 @@
+-- Note the number of a service's layout in one of its shards: from now on that refuses calls by an older one.
+-- KEYS[1] meta   KEYS[2] never
+-- ARGV[1] now or ""   ARGV[2] number of the layout
+-- Returns 1, or 0 when it knows that layout, or a newer one, already: then nothing was written.
+-- Instances are told by a change of the membership.
+-- Worst case: O(instances).
+
+if number(fields(META, 'layout_here')[1], 0) >= tonumber(ARGV[2]) then
+  return 0
+end
+redis.call('HSET', META, 'layout_here', ARGV[2])
+redis.call('HINCRBY', META, 'members', 1)
+for _, instance in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
+  wake(instance)
+end
+send_wake_ups()
+return 1
