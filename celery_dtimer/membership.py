@@ -164,6 +164,11 @@ class Membership:
         current = self.lease
         return current is not None and current.epoch == lease.epoch
 
+    @property
+    def is_stalled(self) -> bool:
+        """Say whether the loop has made no progress for longer than it may."""
+        return self._clock() > self._stalled_after
+
     def report_progress(self, wait: float = 0.0) -> None:
         """Note that the loop is alive, and may be silent for ``wait`` seconds and one call."""
         self._stalled_after = self._clock() + wait + self._settings.call_timeout
@@ -196,7 +201,7 @@ class Membership:
         Raises:
             StoreError: Redis did not answer, or refused; the lease runs out by itself.
         """
-        if self._is_stalled():
+        if self._gives_up_stalled():
             return self._settings.heartbeat_interval / 4
         heartbeat = self._renew()
         if heartbeat is None:
@@ -208,15 +213,18 @@ class Membership:
         until_expiry = self._seconds_until(heartbeat)
         if started >= self._next_check or until_expiry <= 0 or self._must_rebalance:
             until_expiry = self._check_others()
-        until_check = max(0.0, self._next_check - self._clock())
-        waits = [self._settings.heartbeat_interval, until_check, max(until_expiry, _SLACK)]
+        now = self._clock()
+        until_check = max(0.0, self._next_check - now)
+        until_heartbeat = max(0.0, self._heard[0] + self._settings.heartbeat_interval - now)
+        waits = [until_heartbeat, until_check, max(until_expiry, _SLACK)]
         waits.append(until_give_up)
         if self._must_rebalance:
             waits.append(self._settings.heartbeat_interval / 4)
         return min(waits)
 
-    def _is_stalled(self) -> bool:
-        stalled = self._clock() > self._stalled_after
+    def _gives_up_stalled(self) -> bool:
+        """Say whether the loop is stalled; then there is no lease any more."""
+        stalled = self.is_stalled
         if stalled and self._lease is not None:
             logger.error(
                 "Instance %s: the dispatch loop makes no progress; its timers go to others",
@@ -336,7 +344,9 @@ class Membership:
         """Take over from the dead and even out; return the seconds until the next death."""
         self._next_check = self._clock() + self._settings.failure_check_interval
         until_expiry = self._fail_over()
+        self._kept_lease()  # where Redis is slow, a heartbeat is due in between
         self._rebalance()
+        self._kept_lease()
         self._tidy()
         return until_expiry
 
@@ -402,6 +412,7 @@ class Membership:
         )
         for timer, wrong in repairs:
             logger.error("Timer %s was stored inconsistently (%s): repaired", timer, wrong)
+        lease = self._kept_lease()
         if self._clock() < self._look_for_lost_after:
             return
         try:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from celery import Celery
+from celery import Celery, beat
 from celery.beat import Scheduler
 
 from celery_dtimer import planning
@@ -45,6 +46,8 @@ _HELD_BACK = 0.00025  # seconds that runs wait for others, for each run that the
 _LONGEST_WAIT = 1.0  # seconds that a turn of the loop, or a tick, waits at most
 _RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stored is tried again
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
+_LEAVE_AT_LAST = 1.6  # seconds after which nobody waits for it any more
+_SHORTEST_FAREWELL = 0.1  # seconds that Celery's remote control has to end
 
 
 class Loop:
@@ -255,6 +258,11 @@ class Runtime:
         if self.failure is not None:
             raise self.failure
 
+    @property
+    def is_stalled(self) -> bool:
+        """Say whether the loop makes no progress: its timers go to others then."""
+        return self._membership.is_stalled and not self._stopped.is_set()
+
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
         if not self._stopping.acquire(blocking=False):
@@ -375,13 +383,21 @@ class DistributedScheduler(Scheduler):
         self._declaration = declaration_of(self.app, self._declaration.source, entries)
 
     def tick(self, *_: Any, **__: Any) -> float:
-        """Wait while the loop works; return 0, since all waiting is done here."""
+        """Wait while the loop works; return 0, since all waiting is done here.
+
+        While the loop hangs it does not return: then Celery's remote control sees that this beat
+        does not tick, and leaves pings unanswered. (A thread that Celery wants to end would wait
+        for it; the main thread is told by a signal.)
+        """
         self._in_tick = True
         try:
             if not self._closed:
                 self.start()
-                assert self._runtime is not None  # noqa: S101 - start() has made it
-                self._runtime.wait(min(_LONGEST_WAIT, self.max_interval or _LONGEST_WAIT))
+                runtime = self._runtime
+                assert runtime is not None  # noqa: S101 - start() has made it
+                runtime.wait(min(_LONGEST_WAIT, self.max_interval or _LONGEST_WAIT))
+                while runtime.is_stalled and _is_main_thread():
+                    runtime.wait(_LONGEST_WAIT)
         finally:
             self._in_tick = False
         return 0.0
@@ -398,6 +414,7 @@ class DistributedScheduler(Scheduler):
             )
             if self._owns_process:
                 _calm_garbage_collector()
+                _end_when_hung_up()
             self._runtime.start()
 
     def close(self) -> None:
@@ -408,11 +425,20 @@ class DistributedScheduler(Scheduler):
         """
         if self._in_tick or self._closed:
             return
+        until = time.monotonic() + _LEAVE_AT_LAST
         if self._runtime is not None:
-            # In a thread that the process waits for: a second signal does not cut it short.
-            leaving = threading.Thread(target=self._runtime.stop, name="dtimer-leave")
+            # In a thread of its own: a second signal does not cut it short, and no call that
+            # nothing bounds, to look a name up say, keeps the process alive.
+            leaving = threading.Thread(target=self._runtime.stop, name="dtimer-leave", daemon=True)
             leaving.start()
-            _join_whatever_comes(leaving)
+            _join_whatever_comes(leaving, until)
+            if leaving.is_alive():
+                logger.warning(
+                    "Instance %s could not hand its timers over in time, the failure check will",
+                    self.instance,
+                )
+        if self._owns_process:
+            _hurry_remote_control(until - time.monotonic())
         self._closed = True  # only now: a signal on the way here leaves it to the next call
         super().close()
 
@@ -446,12 +472,30 @@ def _calm_garbage_collector() -> None:
     gc.set_threshold(young, middle, 1_000)
 
 
-def _join_whatever_comes(thread: threading.Thread) -> None:
-    """Wait for a thread that ends soon; what interrupts the wait is raised afterwards."""
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _end_when_hung_up() -> None:
+    """Have a beat whose terminal goes hand over as at SIGTERM, unless that was decided."""
+    end = signal.getsignal(signal.SIGTERM)
+    if _is_main_thread() and callable(end) and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, end)
+
+
+def _hurry_remote_control(seconds: float) -> None:
+    """Have Celery's remote control of a beat, which ends next, wait no longer for its broker."""
+    control: Any = getattr(beat, "BeatPidbox", None)  # since Celery 5.7
+    if control is not None:
+        control.join_timeout = min(control.join_timeout, max(_SHORTEST_FAREWELL, seconds))
+
+
+def _join_whatever_comes(thread: threading.Thread, until: float) -> None:
+    """Wait for a thread, for so long; what interrupts the wait is raised afterwards."""
     interruption: BaseException | None = None
-    while thread.is_alive():
+    while thread.is_alive() and (left := until - time.monotonic()) > 0:
         try:
-            thread.join()
+            thread.join(left)
         except BaseException as exc:
             interruption = exc
     if interruption is not None:

@@ -20,6 +20,7 @@ class TcpProxy:
         drop_replies: so many answers are not delivered: the request arrives, and the connection is
             reset in place of its answer.
         rate: bytes per second and direction, or None for no limit.
+        trickle: seconds between two bytes of an answer, or None for no such pause.
         accepted: how many connections came.
     """
 
@@ -29,6 +30,7 @@ class TcpProxy:
         self.black_hole = self.refuse = False
         self.drop_replies = 0
         self.rate: float | None = None
+        self.trickle: float | None = None
         self.accepted = 0
         self._open: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -86,8 +88,19 @@ class TcpProxy:
             if replies and self.drop_replies > 0:
                 self.drop_replies -= 1
                 return
-            writer.write(chunk)
-            await writer.drain()
+            for piece in self._pieces(chunk) if replies else [chunk]:
+                writer.write(piece)
+                await writer.drain()
+                if replies and self.trickle is not None:
+                    await asyncio.sleep(self.trickle)
+
+    def _pieces(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield a chunk in one piece, or byte by byte from the moment at which it trickles."""
+        for place in range(len(chunk)):
+            if self.trickle is None:
+                yield chunk[place:]
+                return
+            yield chunk[place : place + 1]
 
     async def _hold(self, size: int) -> None:
         while self.black_hole:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -524,6 +525,25 @@ def test_a_report_is_made_once_redis_answers_again(
     assert bench.out() == 0
     logged = [each for each in caplog.records if each.name == "celery_dtimer.tracking"]
     assert [each.levelname for each in logged] == ["WARNING"]
+    bench.timers.store.close()
+
+
+def test_tasks_wait_for_a_frozen_redis_once_and_not_for_each_report(
+    make_app: MakeApp, fresh_redis: FreshRedis
+) -> None:
+    server = fresh_redis()
+    limit = 0.5
+    bench = Bench(make_app(dtimer_redis_url=server.url, dtimer_instance_timeout=3 * limit))
+    task = bench.callback(pass_by)
+    bench.run(task, id="run-0")
+    server.freeze()
+    began = time.monotonic()
+    for number in range(1, 6):
+        bench.run(task, id=f"run-{number}", tag=f"t{number}")
+    took = time.monotonic() - began
+    server.thaw()
+    assert limit < took < 2 * limit
+    wait_until(lambda: len(bench.records()) == 6, "the reports", 15)
     bench.timers.store.close()
 
 
