@@ -150,6 +150,8 @@ class Membership:
         self._report = self._stored_report = Report(identity.dispatch)
         #: Set when a step is due before its time.
         self.attention = threading.Event()
+        #: Says whether the last step has failed: an outage is logged already.
+        self.is_cut_off = False
 
     # -- what the loop sees
 
@@ -439,6 +441,7 @@ class MembershipThread(threading.Thread):
         while not self._stopped.is_set():
             try:
                 wait = self._membership.step()
+                self._membership.is_cut_off = False
                 if failures:
                     logger.info("Membership: Redis answers again")
                 failures = 0
@@ -448,6 +451,7 @@ class MembershipThread(threading.Thread):
                 failures += 1
                 if failures == 1:
                     logger.error("Membership: %s; trying again until it answers", exc)
+                self._membership.is_cut_off = True
                 wait = min(_LAST_RETRY, _FIRST_RETRY * 2 ** min(failures, 8))
             except Exception:
                 failures += 1

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _HELD_BACK = 0.00025  # seconds that runs wait for others, for each run that the last pass sent
 _LONGEST_WAIT = 1.0  # seconds that a turn of the loop, or a tick, waits at most
+_FAILURES_UNTIL_SAID = 3  # in a row, of calls to a Redis that answers the membership
 _RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stored is tried again
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
 _LEAVE_AT_LAST = 1.6  # seconds after which nobody waits for it any more
@@ -87,6 +88,7 @@ class Loop:
         self._reconcile_after = 0.0
         self._broker_failures = 0
         self._store_failures = 0
+        self._has_said_waiting = False
         self._sent = 0
         self._say_sent_at = 0.0
 
@@ -108,10 +110,9 @@ class Loop:
             raise
         except DistributedTimerError as exc:
             self._store_failures += 1
-            if self._store_failures == 1:
-                logger.warning("Dispatch waits: %s", exc)
+            self._say_waiting(exc)
             return self._backing_off(self._store_failures)
-        self._store_failures = 0
+        self._store_failures, self._has_said_waiting = 0, False
         self._say_sent(lease, done.sent)
         return self._after(replace(done, more=True) if has_more else done)
 
@@ -144,6 +145,19 @@ class Loop:
             self._reconcile_after = self._clock() + _RECONCILE_AGAIN
         else:
             self._reconciled = seen
+
+    def _say_waiting(self, exc: DistributedTimerError) -> None:
+        """Log once that dispatch waits, unless the membership says why: Redis does not answer.
+
+        It is asked to look. What only one connection, or one call, has met is soon over.
+        """
+        if isinstance(exc, StoreUnavailableError):
+            self._membership.attention.set()
+            if self._membership.is_cut_off or self._store_failures < _FAILURES_UNTIL_SAID:
+                return
+        if not self._has_said_waiting:
+            self._has_said_waiting = True
+            logger.warning("Dispatch waits: %s", exc)
 
     def _say_sent(self, lease: Lease, sent: int) -> None:
         """Log what was dispatched, once a second at most."""

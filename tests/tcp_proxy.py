@@ -17,6 +17,7 @@ class TcpProxy:
         jitter: seconds of random delay on top.
         black_hole: while true, connections stay open and nothing arrives.
         refuse: while true, new connections are reset at once.
+        forgotten: connections on which nothing arrives any more; others go on.
         drop_replies: so many answers are not delivered: the request arrives, and the connection is
             reset in place of its answer.
         rate: bytes per second and direction, or None for no limit.
@@ -33,6 +34,7 @@ class TcpProxy:
         self.trickle: float | None = None
         self.accepted = 0
         self._open: set[asyncio.StreamWriter] = set()
+        self.forgotten: frozenset[asyncio.StreamWriter] = frozenset()
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(
             asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -84,7 +86,7 @@ class TcpProxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool
     ) -> None:
         while chunk := await reader.read(65536):
-            await self._hold(len(chunk))
+            await self._hold(len(chunk), writer)
             if replies and self.drop_replies > 0:
                 self.drop_replies -= 1
                 return
@@ -102,13 +104,23 @@ class TcpProxy:
                 return
             yield chunk[place : place + 1]
 
-    async def _hold(self, size: int) -> None:
-        while self.black_hole:
+    async def _hold(self, size: int, writer: asyncio.StreamWriter) -> None:
+        while self.black_hole or writer in self.forgotten:
             await asyncio.sleep(0.01)
         delay = self.latency + random.uniform(0, self.jitter)
         delay += size / self.rate if self.rate else 0.0
         if delay:
             await asyncio.sleep(delay)
+
+    def forget(self) -> None:
+        """Let nothing arrive on what is open now, as a firewall that has forgotten it."""
+        self.forgotten = frozenset(self._open)
+
+    def heal(self) -> None:
+        """Let everything through again, but for what was forgotten."""
+        self.latency = self.jitter = 0.0
+        self.black_hole = self.refuse = False
+        self.rate = self.trickle = None
 
     def cut(self) -> None:
         """Reset every open connection."""

@@ -333,6 +333,7 @@ def test_of_a_time_limit_only_what_is_stored_tells_whose_run_it_was(bench: Bench
     task = bench.callback(callback)
     bench.run(task)
     assert (seen[0].state, seen[0].error) == ("failed", "TimeLimitExceeded: TimeLimitExceeded(5,)")
+    wait_until(lambda: told, "the thread to tell of it")
     assert [letter.name for letter in told] == ["nightly"]
     signals.task_failure.send(
         sender=task, task_id="unknown", exception=TimeLimitExceeded(5), args=[], kwargs={}
