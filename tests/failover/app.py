@@ -2,7 +2,8 @@
 
 ``DTIMER_TEST_CONFIG`` holds its settings as JSON, ``DTIMER_TEST_LEDGER`` the URL of the server to
 whose list ``<queue>.ran`` each run of a task is written. ``DTIMER_TEST_HOSTS`` may name a file:
-hosts that end in ``.test`` have an address as long as it names them.
+hosts that end in ``.test`` have an address as long as it names them. ``DTIMER_TEST_HANG`` may name
+another: while it is there, whoever is about to publish a message hangs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from celery import Celery, Task
+from celery import Celery, Task, signals
 from celery.schedules import crontab
 
 from celery_dtimer import CallbackTimer, DistributedTimer
@@ -36,6 +37,15 @@ if os.environ.get("DTIMER_TEST_HOSTS"):
         return look_up(host, *args, **kwargs)
 
     socket.getaddrinfo = look_up_in_file
+
+if os.environ.get("DTIMER_TEST_HANG"):
+
+    @signals.before_task_publish.connect(weak=False)
+    def hang(**_: Any) -> None:
+        """Hang while the file is there, as a program with a fault does."""
+        while Path(os.environ["DTIMER_TEST_HANG"]).exists():
+            time.sleep(0.02)
+
 
 app = Celery("orders")
 app.conf.update(SETTINGS)
