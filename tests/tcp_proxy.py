@@ -55,7 +55,7 @@ class TcpProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
-        with _resetting(writer):
+        with contextlib.suppress(asyncio.CancelledError), _resetting(writer):  # by `close`
             if self.refuse:
                 return
             with contextlib.suppress(OSError):
