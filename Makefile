@@ -20,7 +20,7 @@ OLDEST := celery==5.5.0 redis==5.2.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test failover clock-changes lint demo bench bench-large matrix build clean
+.PHONY: help venv test failover takeovers soak clock-changes lint demo bench bench-large matrix build clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 21
@@ -32,6 +32,13 @@ test: $(VENV)/.installed ## Run all tests
 
 failover: $(VENV)/.installed ## Run the tests that kill beats and servers, at full length
 	DTIMER_TEST_SECONDS=60 $(VENV)/bin/python -m pytest --timeout=600 tests/failover $(ARGS)
+
+takeovers: $(VENV)/.installed ## Measure how soon the timers of a beat that goes are taken over (minutes)
+	@$(VENV)/bin/python -m tests.failover.takeovers $(ARGS)
+
+soak: $(VENV)/.installed ## See what memory beats take that send for an hour, with outages (in each mode)
+	DTIMER_TEST_SECONDS=$${DTIMER_TEST_SECONDS:-3600} $(VENV)/bin/python -m pytest -q -s \
+	  --timeout=10000 tests/failover/test_load.py -k memory $(ARGS)
 
 clock-changes: $(VENV)/.installed ## Check schedules at every change of clocks in every zone (minutes)
 	DTIMER_TEST_ALL_ZONES=1 $(VENV)/bin/python -m pytest --timeout=600 --log-cli-level=INFO \

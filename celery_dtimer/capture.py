@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery, signals
 from kombu import Producer
 
+from celery_dtimer.timelimits import limited
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -97,7 +99,7 @@ class CapturingChannel:
 
     def _connparams(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         params: dict[str, Any] = super()._connparams(*args, **kwargs)  # type: ignore[misc]
-        kind = params["connection_class"]
+        kind = limited(params["connection_class"])
         params["connection_class"] = type("Counted", (_Counted, kind), {"_channel": self})
         return params
 

@@ -152,6 +152,8 @@ class Membership:
         self.looks_for_lost = True
         #: Set when a step is due before its time.
         self.attention = threading.Event()
+        #: Says whether the last step has failed: an outage is logged already.
+        self.is_cut_off = False
 
     # -- what the loop sees
 
@@ -165,6 +167,11 @@ class Membership:
         """Say whether a lease may still be acted on: its epoch is current and trusted."""
         current = self.lease
         return current is not None and current.epoch == lease.epoch
+
+    @property
+    def is_stalled(self) -> bool:
+        """Say whether the loop has made no progress for longer than it may."""
+        return self._clock() > self._stalled_after
 
     def report_progress(self, wait: float = 0.0) -> None:
         """Note that the loop is alive, and may be silent for ``wait`` seconds and one call."""
@@ -198,7 +205,7 @@ class Membership:
         Raises:
             StoreError: Redis did not answer, or refused; the lease runs out by itself.
         """
-        if self._is_stalled():
+        if self._gives_up_stalled():
             return self._settings.heartbeat_interval / 4
         heartbeat = self._renew()
         if heartbeat is None:
@@ -210,15 +217,18 @@ class Membership:
         until_expiry = self._seconds_until(heartbeat)
         if started >= self._next_check or until_expiry <= 0 or self._must_rebalance:
             until_expiry = self._check_others()
-        until_check = max(0.0, self._next_check - self._clock())
-        waits = [self._settings.heartbeat_interval, until_check, max(until_expiry, _SLACK)]
+        now = self._clock()
+        until_check = max(0.0, self._next_check - now)
+        until_heartbeat = max(0.0, self._heard[0] + self._settings.heartbeat_interval - now)
+        waits = [until_heartbeat, until_check, max(until_expiry, _SLACK)]
         waits.append(until_give_up)
         if self._must_rebalance:
             waits.append(self._settings.heartbeat_interval / 4)
         return min(waits)
 
-    def _is_stalled(self) -> bool:
-        stalled = self._clock() > self._stalled_after
+    def _gives_up_stalled(self) -> bool:
+        """Say whether the loop is stalled; then there is no lease any more."""
+        stalled = self.is_stalled
         if stalled and self._lease is not None:
             logger.error(
                 "Instance %s: the dispatch loop makes no progress; its timers go to others",
@@ -338,7 +348,9 @@ class Membership:
         """Take over from the dead and even out; return the seconds until the next death."""
         self._next_check = self._clock() + self._settings.failure_check_interval
         until_expiry = self._fail_over()
+        self._kept_lease()  # where Redis is slow, a heartbeat is due in between
         self._rebalance()
+        self._kept_lease()
         self._tidy()
         return until_expiry
 
@@ -404,6 +416,7 @@ class Membership:
         )
         for timer, wrong in repairs:
             logger.error("Timer %s was stored inconsistently (%s): repaired", timer, wrong)
+        lease = self._kept_lease()
         if self._clock() < self._look_for_lost_after or not self.looks_for_lost:
             return
         try:
@@ -430,6 +443,7 @@ class MembershipThread(threading.Thread):
         while not self._stopped.is_set():
             try:
                 wait = self._membership.step()
+                self._membership.is_cut_off = False
                 if failures:
                     logger.info("Membership: Redis answers again")
                 failures = 0
@@ -439,6 +453,7 @@ class MembershipThread(threading.Thread):
                 failures += 1
                 if failures == 1:
                     logger.error("Membership: %s; trying again until it answers", exc)
+                self._membership.is_cut_off = True
                 wait = min(_LAST_RETRY, _FIRST_RETRY * 2 ** min(failures, 8))
             except Exception:
                 failures += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from celery import Celery
+from celery import Celery, beat
 from celery.beat import Scheduler
 
 from celery_dtimer import planning
@@ -45,9 +46,12 @@ logger = logging.getLogger(__name__)
 
 _HELD_BACK = 0.00025  # seconds that runs wait for others, for each run that the last pass sent
 _LONGEST_WAIT = 1.0  # seconds that a turn of the loop, or a tick, waits at most
+_FAILURES_UNTIL_SAID = 3  # in a row, of calls to a Redis that answers the membership
 _RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stored is tried again
 _LAYOUT_AGAIN = 0.5  # and when another layout was not read yet
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
+_LEAVE_AT_LAST = 1.6  # seconds after which nobody waits for it any more
+_SHORTEST_FAREWELL = 0.1  # seconds that Celery's remote control has to end
 
 
 class Loop:
@@ -90,6 +94,7 @@ class Loop:
         self._reconcile_after = 0.0
         self._broker_failures = 0
         self._store_failures = 0
+        self._has_said_waiting = False
         self._sent = 0
         self._say_sent_at = 0.0
 
@@ -110,10 +115,9 @@ class Loop:
             raise
         except DistributedTimerError as exc:
             self._store_failures += 1
-            if self._store_failures == 1:
-                logger.warning("Dispatch waits: %s", exc)
+            self._say_waiting(exc)
             return self._backing_off(self._store_failures)
-        self._store_failures = 0
+        self._store_failures, self._has_said_waiting = 0, False
         self._say_sent(lease, done.sent)
         return self._after(replace(done, more=True) if has_more else done)
 
@@ -159,6 +163,19 @@ class Loop:
             logger.error("The static schedule could not be stored, trying again: %s", exc)
             self._reconciled, self._reconcile_after = None, self._clock() + _RECONCILE_AGAIN
         return False
+
+    def _say_waiting(self, exc: DistributedTimerError) -> None:
+        """Log once that dispatch waits, unless the membership says why: Redis does not answer.
+
+        It is asked to look. What only one connection, or one call, has met is soon over.
+        """
+        if isinstance(exc, StoreUnavailableError):
+            self._membership.attention.set()
+            if self._membership.is_cut_off or self._store_failures < _FAILURES_UNTIL_SAID:
+                return
+        if not self._has_said_waiting:
+            self._has_said_waiting = True
+            logger.warning("Dispatch waits: %s", exc)
 
     def _say_sent(self, lease: Lease, sent: int) -> None:
         """Log what was dispatched, once a second at most."""
@@ -294,6 +311,11 @@ class Runtime:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def is_stalled(self) -> bool:
+        """Say whether the loop makes no progress: its timers go to others then."""
+        return self._membership.is_stalled and not self._stopped.is_set()
+
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
         if not self._stopping.acquire(blocking=False):
@@ -423,6 +445,11 @@ class Runtimes:
         failures = [runtime.failure for runtime in list(self._runtimes.values())]
         return next((each for each in (self._failure, *failures) if each is not None), None)
 
+    @property
+    def is_stalled(self) -> bool:
+        """Say whether one of the loops makes no progress."""
+        return any(runtime.is_stalled for runtime in list(self._runtimes.values()))
+
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
         until = time.monotonic() + _LEAVE_WITHIN
@@ -488,7 +515,8 @@ class Runtimes:
 def _stop_all(runtimes: list[Runtime]) -> None:
     """Stop several at once."""
     threads = [
-        threading.Thread(target=runtime.stop, name="dtimer-leave-shard") for runtime in runtimes[1:]
+        threading.Thread(target=runtime.stop, name="dtimer-leave-shard", daemon=True)
+        for runtime in runtimes[1:]
     ]
     for thread in threads:
         thread.start()
@@ -548,13 +576,21 @@ class DistributedScheduler(Scheduler):
         self._declaration = declaration_of(self.app, self._declaration.source, entries)
 
     def tick(self, *_: Any, **__: Any) -> float:
-        """Wait while the loop works; return 0, since all waiting is done here."""
+        """Wait while the loop works; return 0, since all waiting is done here.
+
+        While the loop hangs it does not return: then Celery's remote control sees that this beat
+        does not tick, and leaves pings unanswered. (A thread that Celery wants to end would wait
+        for it; the main thread is told by a signal.)
+        """
         self._in_tick = True
         try:
             if not self._closed:
                 self.start()
-                assert self._runtime is not None  # noqa: S101 - start() has made it
-                self._runtime.wait(min(_LONGEST_WAIT, self.max_interval or _LONGEST_WAIT))
+                runtime = self._runtime
+                assert runtime is not None  # noqa: S101 - start() has made it
+                runtime.wait(min(_LONGEST_WAIT, self.max_interval or _LONGEST_WAIT))
+                while runtime.is_stalled and _is_main_thread():
+                    runtime.wait(_LONGEST_WAIT)
         finally:
             self._in_tick = False
         return 0.0
@@ -571,6 +607,7 @@ class DistributedScheduler(Scheduler):
             )
             if self._owns_process:
                 _calm_garbage_collector()
+                _end_when_hung_up()
             self._runtime.start()
 
     def close(self) -> None:
@@ -581,11 +618,20 @@ class DistributedScheduler(Scheduler):
         """
         if self._in_tick or self._closed:
             return
+        until = time.monotonic() + _LEAVE_AT_LAST
         if self._runtime is not None:
-            # In a thread that the process waits for: a second signal does not cut it short.
-            leaving = threading.Thread(target=self._runtime.stop, name="dtimer-leave")
+            # In a thread of its own: a second signal does not cut it short, and no call that
+            # nothing bounds, to look a name up say, keeps the process alive.
+            leaving = threading.Thread(target=self._runtime.stop, name="dtimer-leave", daemon=True)
             leaving.start()
-            _join_whatever_comes(leaving)
+            _join_whatever_comes(leaving, until)
+            if leaving.is_alive():
+                logger.warning(
+                    "Instance %s could not hand its timers over in time, the failure check will",
+                    self.instance,
+                )
+        if self._owns_process:
+            _hurry_remote_control(until - time.monotonic())
         self._closed = True  # only now: a signal on the way here leaves it to the next call
         super().close()
 
@@ -619,12 +665,30 @@ def _calm_garbage_collector() -> None:
     gc.set_threshold(young, middle, 1_000)
 
 
-def _join_whatever_comes(thread: threading.Thread) -> None:
-    """Wait for a thread that ends soon; what interrupts the wait is raised afterwards."""
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _end_when_hung_up() -> None:
+    """Have a beat whose terminal goes hand over as at SIGTERM, unless that was decided."""
+    end = signal.getsignal(signal.SIGTERM)
+    if _is_main_thread() and callable(end) and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, end)
+
+
+def _hurry_remote_control(seconds: float) -> None:
+    """Have Celery's remote control of a beat, which ends next, wait no longer for its broker."""
+    control: Any = getattr(beat, "BeatPidbox", None)  # since Celery 5.7
+    if control is not None:
+        control.join_timeout = min(control.join_timeout, max(_SHORTEST_FAREWELL, seconds))
+
+
+def _join_whatever_comes(thread: threading.Thread, until: float) -> None:
+    """Wait for a thread, for so long; what interrupts the wait is raised afterwards."""
     interruption: BaseException | None = None
-    while thread.is_alive():
+    while thread.is_alive() and (left := until - time.monotonic()) > 0:
         try:
-            thread.join()
+            thread.join(left)
         except BaseException as exc:
             interruption = exc
     if interruption is not None:

@@ -63,6 +63,7 @@ from celery_dtimer.model import (
 )
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.settings import Settings
+from celery_dtimer.timelimits import limited
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
 BATCH = 50
@@ -1441,16 +1442,30 @@ class Store:
         """Call ``on_wake_up`` for every wake-up of the instance until ``stopped`` is set.
 
         It is called once at the start too, since what came before the subscription was not heard.
+
+        After silence it subscribes again, which the server confirms if it is there: else nobody
+        would ever know of a connection that a firewall has forgotten.
         """
+        channel = self.keys("wake", instance)
         with self._errors():
             client = self.client
-            pubsub = client.pubsub(ignore_subscribe_messages=True)
+            pubsub = client.pubsub()
             try:
-                pubsub.subscribe(self.keys("wake", instance))
+                pubsub.subscribe(channel)
+                asked, heard = time.monotonic(), 0.0
                 on_wake_up()
                 while not stopped.is_set():
-                    if pubsub.get_message(timeout=self._timeout / 2) is not None:
-                        on_wake_up()
+                    message = pubsub.get_message(timeout=self._timeout / 2)
+                    now = time.monotonic()
+                    if message is not None:
+                        heard = now
+                        if message["type"] == "message":
+                            on_wake_up()
+                    elif heard < asked <= now - self._timeout:
+                        raise RedisTimeoutError("a subscription is not confirmed")
+                    elif asked < heard <= now - self._timeout:
+                        pubsub.subscribe(channel)
+                        asked = now
             finally:
                 pubsub.close()
 
@@ -1514,6 +1529,7 @@ def connect(settings: Settings, timeout: float) -> redis.Redis:
     try:
         client: redis.Redis = redis.Redis.from_url(_redis_py_url(url), **options)
         pool = client.connection_pool
+        pool.connection_class = limited(pool.connection_class)
         pool.connection_class(**pool.connection_kwargs)  # an option it does not know shows here
     except (TypeError, ValueError) as exc:
         raise SettingsError(

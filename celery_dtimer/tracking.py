@@ -294,8 +294,8 @@ class RunTracker:
                 run, kind, took_ms=took_ms, error=error, keep_ms=keep_ms, letter=letter
             )
 
-        if self._backlog.is_waiting:
-            self._backlog.add(report)  # in their order
+        if self._backlog.is_waiting or self._outages.is_paused:
+            self._backlog.add(report)  # in their order; and a task is not to wait a second time
             return
         try:
             report()

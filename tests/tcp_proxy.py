@@ -17,9 +17,11 @@ class TcpProxy:
         jitter: seconds of random delay on top.
         black_hole: while true, connections stay open and nothing arrives.
         refuse: while true, new connections are reset at once.
+        forgotten: connections on which nothing arrives any more; others go on.
         drop_replies: so many answers are not delivered: the request arrives, and the connection is
             reset in place of its answer.
         rate: bytes per second and direction, or None for no limit.
+        trickle: seconds between two bytes of an answer, or None for no such pause.
         accepted: how many connections came.
     """
 
@@ -29,8 +31,10 @@ class TcpProxy:
         self.black_hole = self.refuse = False
         self.drop_replies = 0
         self.rate: float | None = None
+        self.trickle: float | None = None
         self.accepted = 0
         self._open: set[asyncio.StreamWriter] = set()
+        self.forgotten: frozenset[asyncio.StreamWriter] = frozenset()
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(
             asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -51,7 +55,7 @@ class TcpProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
-        with _resetting(writer):
+        with contextlib.suppress(asyncio.CancelledError), _resetting(writer):  # by `close`
             if self.refuse:
                 return
             with contextlib.suppress(OSError):
@@ -82,20 +86,41 @@ class TcpProxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool
     ) -> None:
         while chunk := await reader.read(65536):
-            await self._hold(len(chunk))
+            await self._hold(len(chunk), writer)
             if replies and self.drop_replies > 0:
                 self.drop_replies -= 1
                 return
-            writer.write(chunk)
-            await writer.drain()
+            for piece in self._pieces(chunk) if replies else [chunk]:
+                writer.write(piece)
+                await writer.drain()
+                if replies and self.trickle is not None:
+                    await asyncio.sleep(self.trickle)
 
-    async def _hold(self, size: int) -> None:
-        while self.black_hole:
+    def _pieces(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield a chunk in one piece, or byte by byte from the moment at which it trickles."""
+        for place in range(len(chunk)):
+            if self.trickle is None:
+                yield chunk[place:]
+                return
+            yield chunk[place : place + 1]
+
+    async def _hold(self, size: int, writer: asyncio.StreamWriter) -> None:
+        while self.black_hole or writer in self.forgotten:
             await asyncio.sleep(0.01)
         delay = self.latency + random.uniform(0, self.jitter)
         delay += size / self.rate if self.rate else 0.0
         if delay:
             await asyncio.sleep(delay)
+
+    def forget(self) -> None:
+        """Let nothing arrive on what is open now, as a firewall that has forgotten it."""
+        self.forgotten = frozenset(self._open)
+
+    def heal(self) -> None:
+        """Let everything through again, but for what was forgotten."""
+        self.latency = self.jitter = 0.0
+        self.black_hole = self.refuse = False
+        self.rate = self.trickle = None
 
     def cut(self) -> None:
         """Reset every open connection."""

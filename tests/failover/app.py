@@ -1,7 +1,9 @@
 """The Celery app that the failover tests run, in beats, in workers and embedded.
 
 ``DTIMER_TEST_CONFIG`` holds its settings as JSON, ``DTIMER_TEST_LEDGER`` the URL of the server to
-whose list ``<queue>.ran`` each run of a task is written.
+whose list ``<queue>.ran`` each run of a task is written. ``DTIMER_TEST_HOSTS`` may name a file:
+hosts that end in ``.test`` have an address as long as it names them. ``DTIMER_TEST_HANG`` may name
+another: while it is there, whoever is about to publish a message hangs.
 """
 
 from __future__ import annotations
@@ -9,17 +11,41 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import redis
-from celery import Celery, Task
+from celery import Celery, Task, signals
 from celery.schedules import crontab
 
 from celery_dtimer import CallbackTimer, DistributedTimer
 
 SETTINGS = json.loads(os.environ["DTIMER_TEST_CONFIG"])
 PERIODIC = SETTINGS.pop("periodic_tasks", {})
+
+if os.environ.get("DTIMER_TEST_HOSTS"):
+    look_up = socket.getaddrinfo
+
+    def look_up_in_file(host: Any, *args: Any, **kwargs: Any) -> Any:
+        """Look a host up as the system does, and those of the test in its file."""
+        if isinstance(host, str) and host.endswith(".test"):
+            if host not in Path(os.environ["DTIMER_TEST_HOSTS"]).read_text().split():
+                raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+            host = "127.0.0.1"
+        return look_up(host, *args, **kwargs)
+
+    socket.getaddrinfo = look_up_in_file
+
+if os.environ.get("DTIMER_TEST_HANG"):
+
+    @signals.before_task_publish.connect(weak=False)
+    def hang(**_: Any) -> None:
+        """Hang while the file is there, as a program with a fault does."""
+        while Path(os.environ["DTIMER_TEST_HANG"]).exists():
+            time.sleep(0.02)
+
 
 app = Celery("orders")
 app.conf.update(SETTINGS)

@@ -61,13 +61,27 @@ class Deployment:
 
     # What runs
 
-    def start_beat(self, *args: str, crash_at: str = "", **conf: Any) -> Process:
+    def start_beat(
+        self,
+        *args: str,
+        crash_at: str = "",
+        hosts: Path | None = None,
+        hang: Path | None = None,
+        **conf: Any,
+    ) -> Process:
         """Start one ``celery beat``; ``conf`` differs from the others' settings.
 
-        ``crash_at`` is a point of `celery_dtimer.faults` at which it dies, and after how many.
+        ``crash_at`` is a point of `celery_dtimer.faults` at which it dies, and after how many;
+        ``hosts`` a file that names the hosts whose names it finds, and ``hang`` one that makes it
+        hang while it is there.
         """
         argv = ["beat", "-S", "dtimer", "-l", "INFO", *args]
-        return self._start("beat", argv, conf, {"DTIMER_CRASH_AT": crash_at})
+        environment = {
+            "DTIMER_CRASH_AT": crash_at,
+            "DTIMER_TEST_HOSTS": str(hosts or ""),
+            "DTIMER_TEST_HANG": str(hang or ""),
+        }
+        return self._start("beat", argv, conf, environment)
 
     def start_beats(self, count: int, *args: str, **conf: Any) -> list[Process]:
         """Start several beats and return them once all are registered and evenly loaded."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import statistics
+import sys
+import threading
+import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 
+import psutil
 import pytest
 
 from tests.conftest import FreshRedis
-from tests.failover.deployment import IS_LONG, TIMEOUT, Deploy, Deployment
+from tests.failover.deployment import IS_LONG, SECONDS, TIMEOUT, Deploy, Deployment
 from tests.failover.test_exactly_once import MODES, PATIENT
 from tests.processes import Process
 from tests.waiting import wait_until
@@ -19,7 +22,7 @@ BACKLOG = 100_000 if IS_LONG else 5_000
 BATCH = 50
 
 #: How long memory is looked at, in seconds: an hour shows a slope, a few seconds show a flood.
-SOAK = float(os.environ.get("DTIMER_TEST_SOAK", "8"))
+SOAK = SECONDS if SECONDS >= 600 else 8.0
 GROWTH = 4 * 1024  # KiB that a process may grow after it is warm
 
 
@@ -82,12 +85,39 @@ def test_the_most_urgent_priority_is_taken_first(deployment: Deployment) -> None
     assert [entry["args"][0] for entry in deployment.entries_ran()] == [0, 3, 6, 9]
 
 
-def resident(processes: list[Process]) -> list[int]:
-    """Return the KiB of memory that each process takes."""
-    pids = [str(process.pid) for process in processes]
-    return [
-        int(subprocess.check_output(["ps", "-o", "rss=", "-p", pid], text=True)) for pid in pids
-    ]
+class Resident:
+    """A thread that notes the KiB of memory that each process takes, and when."""
+
+    def __init__(self, processes: list[Process]) -> None:
+        self._watched = [psutil.Process(process.pid) for process in processes]
+        self._stopped = threading.Event()
+        self.seconds: list[float] = []
+        self.kib: list[list[int]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(max(0.1, SOAK / 400)):
+            self.note()
+
+    def note(self) -> list[int]:
+        """Return what each takes now."""
+        found = [process.memory_info().rss // 1024 for process in self._watched]
+        self.seconds.append(time.monotonic())
+        self.kib.append(found)
+        return found
+
+    def close(self) -> None:
+        """Take no more notes."""
+        self._stopped.set()
+        self._thread.join()
+
+    def slopes(self, since: float) -> list[float]:
+        """Return by how many KiB an hour each process grows, from a moment on."""
+        notes = [pair for pair in zip(self.seconds, self.kib, strict=True) if pair[0] >= since]
+        hours = [seconds / 3600 for seconds, _ in notes]
+        columns = zip(*(kib for _, kib in notes), strict=True)
+        return [statistics.linear_regression(hours, column).slope for column in columns]
 
 
 @pytest.mark.timeout(SOAK * 2 + 120)
@@ -103,20 +133,28 @@ def test_memory_stays_flat_through_outages_of_the_broker(
     deployment = deploy(broker=broker, **({"store": broker} if mode == "atomic" else {}))
     deployment.create(50, 0.25)
     beats = deployment.start_beats(2)
+    watch = Resident(beats)
     outages = 10 if SOAK >= 600 else 3
-    before: list[int] = []
+    before, warm = [0], 0.0
     for number in range(outages + 1):
         deployment.pass_time(SOAK / (outages + 1))
         broker.client.delete(deployment.queue)
         if number == 0:
-            before = resident(beats)
+            before, warm = watch.note(), time.monotonic()
         broker.freeze() if mode == "atomic" or number % 2 else broker.kill()
         deployment.pass_time(min(SOAK / 20, TIMEOUT / 2 if mode == "atomic" else 10))
         broker.thaw() if mode == "atomic" or number % 2 else broker.start()
         wait_until(deployment.queued, "messages again", 8)
-    after = resident(beats)
+    after = watch.note()
+    watch.close()
+    slopes = [round(slope) for slope in watch.slopes(warm)]
+    sent = deployment.timers.get_counts().sent
 
     record_property("resident_kib", (before, after))
+    sys.stdout.write(
+        f"\n{mode}, {SOAK:g} s, {sent} sent, {outages + 1} outages: "
+        f"{before} to {after} KiB, {slopes} KiB an hour\n"
+    )
     assert deployment.modes() == {mode}
     assert all(late - early < GROWTH for early, late in zip(before, after, strict=True)), (
         f"grew from {before} to {after} KiB"

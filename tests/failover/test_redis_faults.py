@@ -168,22 +168,3 @@ def test_deleted_ownership_keys_stop_no_beat_and_no_timer(deployment: Deployment
         assert all(beat.is_running() for beat in beats)
         deployment.assert_consistent(within=3)
         deployment.ledger.assert_nothing_doubled()
-
-
-def test_an_outage_is_logged_once_and_not_at_every_turn(
-    deploy: Deploy, fresh_redis: FreshRedis
-) -> None:
-    deployment = deploy(store=fresh_redis(appendonly=True))
-    (beat,) = deployment.start_beats(1)
-    names = deployment.create(5)
-    deployment.wait_firing(names)
-    before = beat.log_text()
-    deployment.store.kill()
-    deployment.pass_time(4)
-    during = beat.log_text()[len(before) :]
-    deployment.store.start()
-    deployment.wait_sent(names, deployment.now_ms(), RECOVERY)
-
-    lines = during.splitlines()
-    assert 1 <= len(lines) <= 12, lines
-    assert "Traceback" not in during

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -318,6 +319,29 @@ def test_silence_of_everybody_is_no_death(make_member: MakeMember) -> None:
     a.step()
     assert a.lease.epoch == epoch
     assert a.service.state(timer.id).owner == "a"
+
+
+def test_a_slow_redis_keeps_nobody_from_finding_the_dead(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a step's calls take in all, heartbeats come in between."""
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    a.service.add()
+    call, heard = Store._call, [b.service.clock.now_ms]
+
+    def slow(store: Store, name: str, *arguments: Any) -> Any:
+        b.service.clock.advance(1.5)
+        if name == "heartbeat":
+            heard.append(b.service.clock.now_ms)
+        return call(store, name, *arguments)
+
+    monkeypatch.setattr(Store, "_call", slow)
+    b.live(60)
+    assert a.service.epoch("a") == 0, "it is dead, and was found so"
+    assert a.service.state(a.service.define().id).owner == "b"
+    gaps = [late - early for early, late in pairwise(heard)]
+    assert max(gaps) <= 2 * 5000
 
 
 def test_timers_that_nobody_owns_are_adopted_at_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -332,6 +333,7 @@ def test_of_a_time_limit_only_what_is_stored_tells_whose_run_it_was(bench: Bench
     task = bench.callback(callback)
     bench.run(task)
     assert (seen[0].state, seen[0].error) == ("failed", "TimeLimitExceeded: TimeLimitExceeded(5,)")
+    wait_until(lambda: told, "the thread to tell of it")
     assert [letter.name for letter in told] == ["nightly"]
     signals.task_failure.send(
         sender=task, task_id="unknown", exception=TimeLimitExceeded(5), args=[], kwargs={}
@@ -524,6 +526,25 @@ def test_a_report_is_made_once_redis_answers_again(
     assert bench.out() == 0
     logged = [each for each in caplog.records if each.name == "celery_dtimer.tracking"]
     assert [each.levelname for each in logged] == ["WARNING"]
+    bench.timers.store.close()
+
+
+def test_tasks_wait_for_a_frozen_redis_once_and_not_for_each_report(
+    make_app: MakeApp, fresh_redis: FreshRedis
+) -> None:
+    server = fresh_redis()
+    limit = 0.5
+    bench = Bench(make_app(dtimer_redis_url=server.url, dtimer_instance_timeout=3 * limit))
+    task = bench.callback(pass_by)
+    bench.run(task, id="run-0")
+    server.freeze()
+    began = time.monotonic()
+    for number in range(1, 6):
+        bench.run(task, id=f"run-{number}", tag=f"t{number}")
+    took = time.monotonic() - began
+    server.thaw()
+    assert limit < took < 2 * limit
+    wait_until(lambda: len(bench.records()) == 6, "the reports", 15)
     bench.timers.store.close()
 
 
