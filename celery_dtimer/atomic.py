@@ -25,6 +25,8 @@ _TTL = 60.0  # seconds that a proof lasts on the broker's server
 _CHECKED_EVERY = 20.0  # seconds
 
 ATOMIC, CONFIRMED = "atomic", "confirmed"
+#: Why dispatch is confirmed where the timers are on a cluster.
+ON_A_CLUSTER = "the timers are on a Redis Cluster, which Celery has no broker for"
 
 
 def obstacle(app: Celery) -> str | None:
@@ -82,6 +84,8 @@ class Atomic:
         self._is_required = store.settings.dispatch == ATOMIC
         self._was_atomic = False
         self._never = "dtimer_dispatch says so" if store.settings.dispatch == CONFIRMED else None
+        if store.settings.is_cluster:
+            self._never = ON_A_CLUSTER
         self._mode = ""
         self._link: Link | None = None
         self._connects: tuple[int, int] | None = None

@@ -20,8 +20,8 @@ from typing import Any
 from celery import Celery
 from celery.beat import Scheduler
 
-from celery_dtimer import planning
-from celery_dtimer.atomic import ATOMIC, Atomic, obstacle, refusal
+from celery_dtimer import planning, urls
+from celery_dtimer.atomic import ATOMIC, ON_A_CLUSTER, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass
 from celery_dtimer.errors import (
@@ -468,7 +468,8 @@ def _check_connections(app: Celery, settings: Settings) -> None:
         app.connection_for_write().get_transport_cls()
     except (KeyError, ImportError, AttributeError) as exc:
         raise SettingsError(f"broker_url has a transport that can not be used: {exc}") from exc
-    if settings.dispatch == ATOMIC and (reason := obstacle(app)):
+    reason = ON_A_CLUSTER if settings.is_cluster else obstacle(app)
+    if settings.dispatch == ATOMIC and reason:
         raise refusal(reason)
-    if not settings.redis_url.startswith("embedded:"):  # that one has a server to start
+    if not urls.is_embedded(settings.redis_url):  # that one has a server to start
         Store(settings).client  # noqa: B018 - made, so that a wrong option shows

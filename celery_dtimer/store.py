@@ -1,4 +1,4 @@
-"""Where the timers live: the only module that imports redis.
+"""Where the timers live: keys, scripts and replies.
 
 `Keys` names every key, the files in ``lua/`` are the transitions, and `Store` calls them and turns
 their answers into values and errors. Every call is one round trip, has a time limit, and is never
@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
@@ -32,19 +30,16 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
-    ResponseError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
 
-from celery_dtimer import planning
+from celery_dtimer import connections, planning, urls
 from celery_dtimer.errors import (
     ConflictError,
     FencedError,
     InvalidTimerError,
-    SettingsError,
     StoreError,
     StoreUnavailableError,
     shown,
@@ -69,7 +64,6 @@ BATCH = 50
 _UPSERTS = 64  # timers that one call writes, for the same reason,
 _HANDED = 100  # and that one call gives to others
 _BATCH_BYTES = MAX_DEFINITION_BYTES
-_CONNECTIONS = 2  # that one store uses at once: a call is prepared while another is answered
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
 _PAGE = 1000  # timers of the queue that are read at once
 _HISTORY_PAGE = 500  # entries that are read at once
@@ -475,7 +469,7 @@ class Store:
         """The Redis client, connected on first use; whoever uses its parts holds on to it."""
         with self._lock:
             if self._client is None:
-                self._client = connect(self.settings, self._timeout)
+                self._client = connections.connect(self.settings, self._timeout, self.keys("meta"))
             return self._client
 
     def close(self) -> None:
@@ -484,16 +478,16 @@ class Store:
             client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(RedisError, OSError):
-                client.connection_pool.disconnect()
+                client.drop()
 
     def _reconnect(self) -> None:
         """Let the next call look the server up anew; other threads finish what they do."""
-        if self.settings.redis_url.startswith("embedded:"):
+        if urls.is_embedded(self.settings.redis_url):
             with self._lock:
                 self._client = None  # its server may have to be started
         elif self._client is not None:
             with contextlib.suppress(RedisError, OSError):
-                self._client.connection_pool.disconnect(inuse_connections=False)
+                self._client.look_up_anew()
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return self._begin(name, *arguments)()
@@ -516,15 +510,12 @@ class Store:
     def _send(self, *command: Any) -> Callable[[], Any]:
         """Send a command; return what waits for its answer, and raises redis-py's errors."""
         with self._errors():
-            client = self.client
-            connection = _connection_of(client.connection_pool)
-            with _released_on_failure(client, connection):
-                connection.send_command(*command)
+            answers = self.client.begin(command)
 
         def finish() -> Any:
-            with _released_on_failure(client, connection):
-                answer = connection.read_response()
-            client.connection_pool.release(connection)
+            (answer,) = answers()
+            if isinstance(answer, RedisError):
+                raise answer
             return answer
 
         return finish
@@ -540,7 +531,7 @@ class Store:
         except (RedisConnectionError, RedisTimeoutError, OSError) as exc:
             self._reconnect()
             raise StoreUnavailableError(
-                f"Redis at {self.settings.masked_url} does not answer: {exc}"
+                f"Redis at {self.settings.masked_url} does not answer: {connections.described(exc)}"
             ) from exc
         except RedisError as exc:
             self._raise(exc)
@@ -550,6 +541,11 @@ class Store:
             self._reconnect()  # the name may lead to another server by now
             raise StoreUnavailableError(
                 f"Redis at {self.settings.masked_url} can not serve now: {exc}"
+            ) from exc
+        if connections.is_redirection(exc) and not self.settings.is_cluster:
+            raise StoreError(
+                f"Redis at {self.settings.masked_url} is a node of a cluster, and another one has "
+                "this service: its URL begins with redis+cluster:// or rediss+cluster://"
             ) from exc
         raise StoreError(f"Redis at {self.settings.masked_url} refused: {exc}") from exc
 
@@ -733,7 +729,7 @@ class Store:
 
     def _proof(self, link: Link | None) -> tuple[Any, ...]:
         """Return the arguments of a script that pushes: the timers' database, and the link."""
-        own = self.client.connection_pool.connection_kwargs.get("db") or 0
+        own = self.client.database
         if link is None:
             return own, "", "", ""
         return own, link.database, link.prefix + link.key, link.proof
@@ -1313,25 +1309,6 @@ def _unless_fenced(name: str, answer: Any) -> Any:
     return answer
 
 
-def _connection_of(pool: Any) -> Any:
-    try:
-        return pool.get_connection()
-    except TypeError:  # before redis-py 5.3
-        return pool.get_connection("EVALSHA")
-
-
-@contextlib.contextmanager
-def _released_on_failure(client: Any, connection: Any) -> Iterator[None]:
-    """Give a connection back when a block fails: cut, unless it was an answer that failed it."""
-    try:
-        yield
-    except BaseException as exc:
-        if not isinstance(exc, ResponseError):
-            connection.disconnect()
-        client.connection_pool.release(connection)
-        raise
-
-
 def attempts(timer: str) -> Iterator[None]:
     """Yield once for each try to write a timer, with pauses that let one of the writers through.
 
@@ -1343,46 +1320,6 @@ def attempts(timer: str) -> Iterator[None]:
         longest = min(_LONGEST_PAUSE, 0.001 * (2 ** min(attempt, 16) - 1))
         time.sleep(random.uniform(0, longest))  # noqa: S311 - spreads writers, keeps no secret
     raise ConflictError(f"timer {shown(timer)} was changed by others {_CONFLICTS} times meanwhile")
-
-
-def connect(settings: Settings, timeout: float) -> redis.Redis:
-    """Return a client with a time limit on every call and no retries of its own."""
-    url = settings.redis_url
-    if urlsplit(url).scheme == "embedded":
-        from celery_dtimer import embedded  # few need it, and it runs as a program of its own
-
-        url = embedded.resolve(url)
-    options: dict[str, Any] = {
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
-        "health_check_interval": 30,
-        **settings.redis_options,
-        "retry": Retry(NoBackoff(), 0),
-        "decode_responses": True,
-        "encoding_errors": "backslashreplace",
-    }
-    try:
-        client: redis.Redis = redis.Redis.from_url(_redis_py_url(url), **options)
-        pool = client.connection_pool
-        pool.connection_class(**pool.connection_kwargs)  # an option it does not know shows here
-    except (TypeError, ValueError) as exc:
-        raise SettingsError(
-            f"dtimer_redis_options, or an option in dtimer_redis_url, is not what redis-py takes: "
-            f"{exc}"
-        ) from exc
-    if pool.max_connections < _CONNECTIONS:
-        raise SettingsError(
-            f"max_connections={pool.max_connections} of redis-py's options is too few: "
-            f"expected at least {_CONNECTIONS}"
-        )
-    return client
-
-
-def _redis_py_url(url: str) -> str:
-    """Return a URL as redis-py writes it: Celery's ``redis+socket:///path?virtual_host=1`` is ``unix:///path?db=1``."""
-    if url.startswith("redis+socket://"):
-        return "unix://" + url.removeprefix("redis+socket://").replace("virtual_host=", "db=")
-    return url
 
 
 @dataclass(frozen=True, slots=True)

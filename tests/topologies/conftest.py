@@ -1,0 +1,111 @@
+"""Sentinels, clusters and TLS for the tests, with services on them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_dtimer.settings import Settings
+from celery_dtimer.store import Store
+from tests.conftest import QUICK
+from tests.topologies.servers import Certificates, Cluster, Sentinels
+
+MakeSentinels = Callable[..., Sentinels]
+MakeCluster = Callable[..., Cluster]
+MakeStore = Callable[..., Store]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in this folder; of several processes one runs it all, a test at a time."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker("failover")
+            item.add_marker(pytest.mark.xdist_group("failover"))
+
+
+def _lacking(what: str) -> None:
+    """Skip here, and fail in CI."""
+    if os.environ.get("CI"):
+        pytest.fail(what)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def tls_program(server_program: str) -> str:
+    """A server program that was built with TLS."""
+    told = subprocess.run([server_program, "--tls-port", "0", "--version"], capture_output=True)
+    found = [server_program, shutil.which("redis-server")]
+    for program in found:
+        if program and _takes_tls(program):
+            return program
+    _lacking(f"no server with TLS: {told.stderr!r}")
+    raise AssertionError
+
+
+def _takes_tls(program: str) -> bool:
+    """Say whether a program knows the option; it ends over the other one, that nobody knows."""
+    options = ["--port", "0", "--tls-auth-clients", "no", "--no-such-option", "1"]
+    told = subprocess.run([program, *options], capture_output=True, text=True, timeout=10)
+    return "no-such-option" in told.stdout + told.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """An authority, a server's certificate and a client's."""
+    if shutil.which("openssl") is None:
+        _lacking("openssl is missing, which makes the certificates")
+    return Certificates(tmp_path_factory.mktemp("tls") / "certificates")
+
+
+@pytest.fixture
+def make_sentinels(server_program: str, tmp_path: Path) -> Iterator[MakeSentinels]:
+    """Start sets of sentinels that the test may fail over as it likes."""
+    made: list[Sentinels] = []
+
+    def make(**options: Any) -> Sentinels:
+        made.append(Sentinels(server_program, tmp_path / f"set-{len(made)}", **options))
+        return made[-1].start()
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def make_cluster(server_program: str, tmp_path: Path) -> Iterator[MakeCluster]:
+    """Start clusters that the test may move slots of, and kill nodes of."""
+    made: list[Cluster] = []
+
+    def make(*options: str, program: str = server_program, **counts: Any) -> Cluster:
+        made.append(Cluster(program, tmp_path / f"cluster-{len(made)}", *options, **counts))
+        return made[-1].start()
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def make_store() -> Iterator[MakeStore]:
+    """Make stores as an app with some settings has them."""
+    made: list[Store] = []
+
+    def make(url: str, **conf: Any) -> Store:
+        app = Celery("orders", set_as_current=False)
+        prefix = f"t{uuid.uuid4().hex[:10]}:"
+        app.conf.update(broker_url=url, dtimer_key_prefix=prefix, **{**QUICK, **conf})
+        made.append(Store(Settings.from_app(app)))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
