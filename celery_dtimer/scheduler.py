@@ -23,7 +23,7 @@ from celery.beat import Scheduler
 from celery_dtimer import planning, urls
 from celery_dtimer.atomic import ATOMIC, ON_A_CLUSTER, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
-from celery_dtimer.dispatcher import Dispatcher, Pass
+from celery_dtimer.dispatcher import Dispatcher, Pass, StaleServerError
 from celery_dtimer.errors import (
     DistributedTimerError,
     FencedError,
@@ -104,6 +104,8 @@ class Loop:
         except SettingsError:
             raise
         except DistributedTimerError as exc:
+            if isinstance(exc, StaleServerError):
+                self._membership.report_stale()
             self._store_failures += 1
             if self._store_failures == 1:
                 logger.warning("Dispatch waits: %s", exc)
@@ -223,6 +225,7 @@ class Runtime:
                 on_broker=self._membership.report_broker,
             ),
             on_progress=self._membership.report_progress,
+            on_commit=self._membership.report_commit,
         )
         self._loop = Loop(
             dispatcher,

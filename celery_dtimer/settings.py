@@ -15,6 +15,7 @@ from celery_dtimer.policy import LONGEST_GRACE_MS, MOST_CATCH_UP, SHORTEST_GRACE
 
 #: What the broker's own options say of Sentinel, as Celery names it.
 _SENTINEL_OPTIONS = ("master_name", "sentinel_kwargs", "min_other_sentinels")
+_LONGEST_WAIT_FOR_REPLICAS = 1.0  # seconds
 
 _DEFAULTS: dict[str, Any] = {
     "dtimer_redis_url": None,
@@ -39,6 +40,7 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_queued_lease": 3600,
     "dtimer_max_refusals": 100,
     "dtimer_eta_threshold": None,
+    "dtimer_wait_replicas": 0,
 }
 
 
@@ -71,6 +73,7 @@ class Settings:
     queued_lease: float = 3600.0
     max_refusals: int = 100
     eta_threshold: float | None = None
+    wait_replicas: int = 0
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -107,6 +110,7 @@ class Settings:
             queued_lease=_seconds("dtimer_queued_lease", conf),
             max_refusals=_whole("dtimer_max_refusals", conf, 1_000_000),
             eta_threshold=_threshold(conf["dtimer_eta_threshold"]),
+            wait_replicas=_whole("dtimer_wait_replicas", conf, 100),
         )
 
     def __post_init__(self) -> None:
@@ -139,6 +143,11 @@ class Settings:
     def call_timeout(self) -> float:
         """The seconds that one call to Redis may take, and the loop without progress."""
         return self.instance_timeout / 3
+
+    @property
+    def replicas_timeout(self) -> float:
+        """The seconds that a commit waits for its replicas."""
+        return min(_LONGEST_WAIT_FOR_REPLICAS, self.call_timeout / 2)
 
     @property
     def give_up_after(self) -> float:

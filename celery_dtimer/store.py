@@ -16,7 +16,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
@@ -67,6 +68,7 @@ _BATCH_BYTES = MAX_DEFINITION_BYTES
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
 _PAGE = 1000  # timers of the queue that are read at once
 _HISTORY_PAGE = 500  # entries that are read at once
+_WAIT_SHORT_MS = 10  # that a commit waits for replicas while the one before had too few
 _LONGEST_PAUSE = 0.05  # seconds between two of them
 
 _SCRIPTS = (
@@ -188,6 +190,15 @@ class Registration:
     epoch: int
     now_ms: int
     members: int
+    last_epoch: int = 0  #: that the server knew before; 0 when it knows nothing of the service
+
+
+class Replay(NamedTuple):
+    """What a server lacks of what was confirmed: what was sent in that time may be sent again."""
+
+    times: int = 0  #: how often that has happened in this registration
+    from_ms: int = 0
+    until_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +210,7 @@ class Heartbeat:
     next_expiry_ms: (
         int | None
     )  #: when another instance is dead, unless it is heard; 0: timers wait for an owner
+    replay: Replay = field(default_factory=Replay)  #: the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +406,7 @@ class Committed(NamedTuple):
     codes: list[int]
     errors: list[str]  #: of the refused pushes, in order
     turn: Turn | None
+    is_short: bool = False  #: it has reached fewer replicas than it was to
 
 
 class Cancelled(NamedTuple):
@@ -458,6 +471,7 @@ class Store:
         self._clock = clock
         self._client: Any = None
         self._lock = threading.Lock()
+        self._is_short = False  # the last commit had too few replicas
         self._declared_keys = [self.keys("meta"), self.keys("never")]
         self._kept = f"{round(settings.keep_finished * 1000)} {settings.history}"
         self._kept_by_commit = f"{self._kept} {settings.track_runs:d}"
@@ -492,33 +506,45 @@ class Store:
     def _call(self, name: str, *arguments: Any) -> Any:
         return self._begin(name, *arguments)()
 
-    def _begin(self, name: str, *arguments: Any) -> Callable[[], Any]:
-        """Send the call of a script; return what waits for its answer."""
+    def _begin(
+        self, name: str, *arguments: Any, hear: Callable[[Any], None] | None = None
+    ) -> Callable[[], Any]:
+        """Send the call of a script; return what waits for its answer.
+
+        With ``hear``, which is told the answer, replicas are waited for behind the script.
+        """
         keys_and_arguments = self._arguments(arguments)
-        answer = self._send("EVALSHA", scripts()[name], 2, *keys_and_arguments)
+        waiting = [] if hear is None else [self._wait_for_replicas()]
+        answers = self._send(("EVALSHA", scripts()[name], 2, *keys_and_arguments), *waiting)
 
         def finish() -> Any:
             with self._errors():
-                try:
-                    value = answer()
-                except NoScriptError:
-                    value = self.client.eval(script_source(name), 2, *keys_and_arguments)
+                found = answers()
+                if isinstance(found[0], NoScriptError):
+                    found = self.client.begin(
+                        ("EVAL", script_source(name), 2, *keys_and_arguments), *waiting
+                    )()
+                value = _unless_error(found[0])
+            if hear is not None:
+                hear(found[1])
             return _unless_fenced(name, value)
 
         return finish
 
-    def _send(self, *command: Any) -> Callable[[], Any]:
-        """Send a command; return what waits for its answer, and raises redis-py's errors."""
+    def _send(self, *commands: tuple[Any, ...]) -> Callable[[], list[Any]]:
+        """Send commands; return what waits for their answers, which may be redis-py's errors."""
         with self._errors():
-            answers = self.client.begin(command)
+            answers: Callable[[], list[Any]] = self.client.begin(*commands)
+        return answers
 
-        def finish() -> Any:
-            (answer,) = answers()
-            if isinstance(answer, RedisError):
-                raise answer
-            return answer
+    def _wait_for_replicas(self) -> tuple[Any, ...]:
+        """Return the command that waits for replicas: hardly, while too few are there."""
+        longest_ms = round(self.settings.replicas_timeout * 1000)
+        return "WAIT", self.settings.wait_replicas, _WAIT_SHORT_MS if self._is_short else longest_ms
 
-        return finish
+    def _hear_replicas(self, answer: Any) -> None:
+        """Note whether the last commit has reached its replicas; an error is no number of them."""
+        self._is_short = not isinstance(answer, int) or answer < self.settings.wait_replicas
 
     def _arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         now = "" if self._clock is None else str(self._clock())
@@ -551,21 +577,44 @@ class Store:
 
     # -- membership
 
-    def register(self, instance: str, fields: Mapping[str, str | int]) -> Registration:
-        """Register an instance and return its epoch; ``fields`` go to its hash."""
+    def register(
+        self, instance: str, fields: Mapping[str, str | int], *, former: int = 0
+    ) -> Registration:
+        """Register an instance and return its epoch; ``fields`` go to its hash.
+
+        The epoch that it has had before, if any, tells whether the server has lost that.
+        """
         settings = self.settings
         timings = (
             round(settings.heartbeat_interval * 1000),
             round(settings.instance_timeout * 1000),
         )
         flat = [value for pair in fields.items() for value in pair]
-        epoch, now_ms, members = self._call("register", instance, *timings, *flat)
-        return Registration(int(epoch), now_ms, members)
+        known = (former or "", settings.history)
+        answer = self._call("register", instance, *timings, *known, *flat)
+        epoch, now_ms, members, last_epoch = answer
+        return Registration(int(epoch), now_ms, members, int(last_epoch))
 
-    def heartbeat(self, instance: str, epoch: int) -> Heartbeat:
-        """Renew an instance's lease."""
-        now_ms, members, expiry = self._call("heartbeat", instance, epoch)
-        return Heartbeat(now_ms, members, _expiry(expiry))
+    def heartbeat(
+        self,
+        instance: str,
+        epoch: int,
+        *,
+        heartbeat_ms: int | None = None,
+        sequence: int | None = None,
+    ) -> Heartbeat:
+        """Renew an instance's lease.
+
+        Args:
+            instance: whose.
+            epoch: of its registration.
+            heartbeat_ms: of the last heartbeat that the server has confirmed,
+            sequence: and the number of the last commit: does it still know them?
+        """
+        confirmed = ("" if known is None else known for known in (heartbeat_ms, sequence))
+        answer = self._call("heartbeat", instance, epoch, *confirmed, self.settings.history)
+        now_ms, members, expiry, *replay = answer
+        return Heartbeat(now_ms, members, _expiry(expiry), Replay(*replay))
 
     def leave(self, instance: str, epoch: int, limit: int = _HANDED) -> Moved:
         """Hand over a batch of the instance's timers; the registration goes with the last."""
@@ -698,7 +747,8 @@ class Store:
         Args:
             instance: whose timers.
             epoch: of its registration.
-            sequence: the same number again returns the first answer and changes nothing.
+            sequence: 1, 2, … in each epoch; the same number again returns the first answer and
+                changes nothing.
             settlements: what was done; those with a message are pushed by this call.
             reading: how due timers are read afterwards; not at all without one.
             link: proves that this server is the broker's; without it nothing is pushed.
@@ -724,8 +774,9 @@ class Store:
         answer = self._begin(
             *("commit", instance, epoch, sequence, self._kept_by_commit),
             *(str(reading or ""), *self._proof(link), len(numbers), *targets, *entries),
+            hear=self._hear_replicas if self.settings.wait_replicas else None,
         )
-        return lambda: _committed(answer())
+        return lambda: _committed(answer())._replace(is_short=self._is_short)
 
     def _proof(self, link: Link | None) -> tuple[Any, ...]:
         """Return the arguments of a script that pushes: the timers' database, and the link."""
@@ -744,11 +795,11 @@ class Store:
 
     def begin_definitions(self, ids: Sequence[str]) -> Callable[[], list[str | None]]:
         """Ask for the definitions of some ids; return what waits for them."""
-        answer = self._send("MGET", *(self.keys("timer_definition", id) for id in ids))
+        answers = self._send(("MGET", *(self.keys("timer_definition", id) for id in ids)))
 
         def finish() -> list[str | None]:
             with self._errors():
-                found: list[str | None] = answer()
+                found: list[str | None] = _unless_error(answers()[0])
             return found
 
         return finish
@@ -1303,6 +1354,12 @@ class Store:
                 pubsub.close()
 
 
+def _unless_error(answer: Any) -> Any:
+    if isinstance(answer, RedisError):
+        raise answer
+    return answer
+
+
 def _unless_fenced(name: str, answer: Any) -> Any:
     if answer == _FENCED:
         raise FencedError(f"{name}: the epoch is over")
@@ -1475,7 +1532,16 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
         sent=_number(row.get("sent", "")),
         skipped=_number(row.get("skipped", "")),
         refused=_number(row.get("refused", "")),
+        replays=_number(row.get("replays", "")),
+        replayed_from=_moment(row.get("replayed_from", "")),
+        replayed_until=_moment(row.get("replayed_until", "")),
+        unreplicated=_number(row.get("unreplicated", "")),
     )
+
+
+def _moment(text: str) -> datetime | None:
+    moment_ms = maybe_whole(text)
+    return None if moment_ms is None else to_datetime(moment_ms)
 
 
 def _number(text: str) -> int:

@@ -66,6 +66,7 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_queued_lease": 70,
         "dtimer_max_refusals": 3,
         "dtimer_eta_threshold": 60,
+        "dtimer_wait_replicas": 2,
     }
     policies = {"dtimer_coalesce", "dtimer_misfire_grace_time", "dtimer_max_catch_up"}
     assert values.keys() == defaults().keys() - policies
@@ -151,6 +152,7 @@ BAD: list[tuple[str, Any]] = [
     *(("dtimer_misfire_grace_time", value) for value in (0, 0.5, -1, "60", True, 1e12)),
     *(("dtimer_max_catch_up", value) for value in (-1, 1.5, True, None, 10_001)),
     *(("beat_cron_starting_deadline", value) for value in ("60", float("inf"), -5, True)),
+    *(("dtimer_wait_replicas", value) for value in (-1, 1.5, True, None, 101)),
     *(("dtimer_history", value) for value in (-1, 1.5, True, None)),
     *(("dtimer_eta_threshold", value) for value in (-1, "60", True, math.nan, math.inf)),
     *(("dtimer_heartbeat_interval", value) for value in NOT_SECONDS),
