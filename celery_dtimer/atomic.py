@@ -137,17 +137,24 @@ class Atomic:
         """Make a new link; return why there is none."""
         if down is not None:
             raise down
-        proof = secrets.token_hex(16)
         try:
-            database, prefix = self._write(proof)
+            if not self._prove() and self._was_atomic:
+                self._publisher.close()  # its server may have been replaced while it lives
+                self._prove()
         except RefusedError as exc:
             return f"the broker's user may not write the key that proves it: {exc}"
+        if self._link is None:
+            return "the broker is not on the server that holds the timers"
+        return None
+
+    def _prove(self) -> bool:
+        """Write a key through the broker's connection, and keep the link if the timers see it."""
+        proof = secrets.token_hex(16)
+        database, prefix = self._write(proof)
         link = Link(database, self._key, proof, prefix)
         self._connects = self._publisher.connects
-        if not self._store.is_linked(link):
-            return "the broker is not on the server that holds the timers"
-        self._link = link
-        return None
+        self._link = link if self._store.is_linked(link) else None
+        return self._link is not None
 
     def _write(self, proof: str) -> tuple[int, str]:
         try:

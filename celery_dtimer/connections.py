@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 
 import redis
@@ -38,6 +38,9 @@ _redis_py: Any = redis  # much of it is not typed
 _CONNECTIONS = 2  # that one store uses at once: a call is prepared while another is answered
 _SENTINEL_PORT = 26379
 _REDIRECTIONS = (AskError, TryAgainError)  # MovedError is an AskError
+_SENTINEL_PATIENCE = 1.0  # seconds: one that is frozen must not cost a call all of its time
+_LOOK_EVERY = 1.0  # seconds between two looks who is the master,
+_LOOKING = 0.05  # of the time at most, when sentinels do not answer
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.05  # seconds until a node that said TRYAGAIN is asked again
 _TIME = "return redis.call('TIME')"
 
@@ -46,6 +49,7 @@ _CERT_REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED":
 
 Address: TypeAlias = "tuple[str, int]"
 Command: TypeAlias = "tuple[Any, ...]"
+T = TypeVar("T")
 
 
 def connect(settings: Settings, timeout: float, key: str) -> Client:
@@ -115,7 +119,8 @@ def _client(url: str, own: Mapping[str, Any], timeout: float, key: str) -> Clien
     connection_class(**{name: options[name] for name in options if name not in _OF_POOLS})
     if urls.is_cluster(url):
         return SlotClient([_address(each, 6379) for each in members], options, timeout, key)
-    return Client.of_pool(redis.ConnectionPool(**options))
+    client: Client = Client.of_pool(redis.ConnectionPool(**options))
+    return client
 
 
 _OF_POOLS = ("connection_class", "max_connections")  # options that no connection knows
@@ -146,7 +151,7 @@ def _address(url: str, default_port: int) -> Address:
 def _sentinel_client(members: Sequence[str], options: dict[str, Any], uses_tls: bool) -> Client:
     """Return a client of the master, which sentinels are asked for with each new connection."""
     timeout = float(options["socket_timeout"] or 0) or None
-    patience = timeout and timeout / (len(members) + 1)  # one that is frozen must not cost it all
+    patience = min(_SENTINEL_PATIENCE, timeout / (len(members) + 1)) if timeout else None
     own = {
         "socket_timeout": patience,
         "socket_connect_timeout": patience,
@@ -164,7 +169,8 @@ def _sentinel_client(members: Sequence[str], options: dict[str, Any], uses_tls: 
         options.pop("master_name"), sentinel, ssl=uses_tls, **options
     )
     pool.connection_class(**pool.connection_kwargs)  # an option it does not know shows here
-    return Client.of_pool(pool)
+    client: MasterClient = MasterClient.of_pool(pool)
+    return client
 
 
 def _connection_of(pool: Any) -> Any:
@@ -178,7 +184,7 @@ class Client(redis.Redis):
     """The client of one server, which can also be asked now and heard later."""
 
     @classmethod
-    def of_pool(cls, pool: redis.ConnectionPool) -> Client:
+    def of_pool(cls, pool: redis.ConnectionPool) -> Any:
         """Return a client that owns a pool."""
         client = cls(connection_pool=pool)
         client.auto_close_connection_pool = True
@@ -244,6 +250,57 @@ def _released_on_failure(pool: Any, connection: Any) -> Iterator[None]:
         raise
 
 
+class MasterClient(Client):
+    """The client of the master that sentinels name.
+
+    A master that is replaced while it lives goes on to take writes, which are lost, until the
+    sentinels make it a replica: eight seconds. So they are asked once a second who it is.
+    """
+
+    _look_at = 0.0
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send a command to the master; return its answer."""
+        self._look()
+        return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+    def begin(self, *commands: Command) -> Callable[[], list[Any]]:
+        """Send commands on one connection; return what waits for their answers."""
+        self._look()
+        return super().begin(*commands)
+
+    def _look(self) -> None:
+        """Ask who is the master, unless that was done; idle connections to another one go."""
+        started = time.monotonic()
+        if started < self._look_at:
+            return
+        self._look_at = started + _LOOK_EVERY
+        pool: Any = self.connection_pool
+        try:
+            pool.get_master_address()
+        except (RedisConnectionError, RedisTimeoutError, OSError):  # the master may serve still
+            took = time.monotonic() - started
+            self._look_at = started + max(_LOOK_EVERY, took / _LOOKING)
+
+
+class UnreachableNodeError(RedisConnectionError):
+    """A node takes no connections: nothing was sent."""
+
+
+class _NodePool(redis.ConnectionPool):
+    """Connections to one node, which tell when none can be made."""
+
+    def get_connection(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().get_connection(*args, **options)
+        except RedisConnectionError as exc:
+            raise UnreachableNodeError(str(exc)) from exc
+
+
+def _execute(client: redis.Redis, command: Command, options: dict[str, Any]) -> Any:
+    return redis.Redis.execute_command(client, *command, **options)  # type: ignore[no-untyped-call]
+
+
 class SlotClient(Client):
     """The client of the node that has one slot of a cluster, wherever that goes.
 
@@ -297,7 +354,7 @@ class SlotClient(Client):
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command to the node that has the slot; return its answer."""
         try:
-            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            return self._reaching(lambda: _execute(self, args, options))
         except _REDIRECTIONS as exc:
             (answer,) = self._follow(exc, [args], options)
         if isinstance(answer, Exception):
@@ -309,7 +366,7 @@ class SlotClient(Client):
 
         They are sent again as a whole when the node refuses the first one.
         """
-        finish_here = super().begin(*commands)
+        finish_here = self._reaching(lambda: Client.begin(self, *commands))
 
         def finish() -> list[Any]:
             answers = finish_here()
@@ -344,12 +401,21 @@ class SlotClient(Client):
 
     def _pool_of(self, node: Address) -> redis.ConnectionPool:
         host, port = node
-        made = self._pools.get(node) or redis.ConnectionPool(
-            host=host, port=port, **self._node_options
-        )
+        made = self._pools.get(node) or _NodePool(host=host, port=port, **self._node_options)
         return self._pools.setdefault(node, made)
 
     # -- where the slot is
+
+    def _reaching(self, act: Callable[[], T]) -> T:
+        """Act; once more if the node does not take connections and another one has the slot."""
+        pool = self.connection_pool
+        try:
+            return act()
+        except UnreachableNodeError:
+            self.look_up_anew()
+            if self.connection_pool is pool:
+                raise
+            return act()
 
     def _find(self) -> Address:
         """Ask node after node which has the slot."""
@@ -455,8 +521,12 @@ class _SlotPipeline(Pipeline):
     def execute(self, raise_on_error: bool = True) -> list[Any]:
         """Send the reads; return their answers."""
         commands = list(self.command_stack)
-        answers: list[Any] = super().execute(raise_on_error=False)
-        if any(isinstance(answer, _REDIRECTIONS) for answer in answers):
+        try:
+            answers: list[Any] = super().execute(raise_on_error=False)
+            is_elsewhere = any(isinstance(answer, _REDIRECTIONS) for answer in answers)
+        except UnreachableNodeError:
+            is_elsewhere = True
+        if is_elsewhere:
             answers = [self._again(args, options) for args, options in commands]
         if raise_on_error:
             self.raise_first_error(commands, answers)  # type: ignore[no-untyped-call]

@@ -88,7 +88,7 @@ _SKIPPED = "skipped_"  # the fields that count runs which did not happen, follow
 
 # What a server answers that will serve later, or that is no longer the right one.
 _PASSING_IN_SCRIPT = re.compile(  # Redis before 7 wraps what a script ran into
-    r"(^|-)(BUSY|READONLY|OOM|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
+    r"(^|-)(BUSY|READONLY|OOM|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF) "
 )
 _FORBIDDEN_IN_SCRIPT = re.compile(  # as Redis 6, 7.0 and 7.2 say it
     r"(^|-)NOPERM |ACL failure in script|The user executing the script can't"

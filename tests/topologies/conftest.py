@@ -16,11 +16,13 @@ from celery import Celery
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store
 from tests.conftest import QUICK
+from tests.failover.deployment import Deployment
 from tests.topologies.servers import Certificates, Cluster, Sentinels
 
 MakeSentinels = Callable[..., Sentinels]
 MakeCluster = Callable[..., Cluster]
 MakeStore = Callable[..., Store]
+DeployOn = Callable[..., Deployment]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,6 +94,28 @@ def make_cluster(server_program: str, tmp_path: Path) -> Iterator[MakeCluster]:
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def deploy_on(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DeployOn]:
+    """Set up services on servers of the test's own, whose stored state must be consistent."""
+    deployments: list[Deployment] = []
+
+    def set_up(store: Any, *, broker: Any = None, **conf: Any) -> Deployment:
+        folder = tmp_path / f"service-{len(deployments)}"
+        folder.mkdir()
+        prefix = f"t{uuid.uuid4().hex[:10]}:"
+        deployments.append(Deployment(folder, prefix, broker=broker or store, store=store, **conf))
+        return deployments[-1]
+
+    yield set_up
+    try:
+        for deployment in deployments:
+            deployment.attach_logs(request.node)
+            deployment.assert_consistent()
+    finally:
+        for deployment in deployments:
+            deployment.close()
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import redis
+from redis.crc import key_slot
 
 from tests.processes import Process
 from tests.servers import RedisServer, free_port
@@ -121,7 +123,7 @@ class Sentinels:
     @property
     def url(self) -> str:
         """The URL, as Celery writes it, with the servers' password."""
-        secret = f":{self.password}@" if self.password else ""
+        secret = f":{quote(self.password)}@" if self.password else ""
         return ";".join(f"sentinel://{secret}127.0.0.1:{port}" for port in self.ports)
 
     @property
@@ -138,6 +140,16 @@ class Sentinels:
         state = self._state(self.ports[0])
         (found,) = [each for each in self.servers if each.port == int(state["port"])]
         return found
+
+    @property
+    def client(self) -> redis.Redis:
+        """A client of the master."""
+        return self.master.client
+
+    def url_of(self, server: RedisServer) -> str:
+        """Return the URL of one of the servers, past the sentinels."""
+        secret = f":{quote(self.password)}@" if self.password else ""
+        return f"redis://{secret}127.0.0.1:{server.port}/0"
 
     def fail_over(self) -> RedisServer:
         """Have a replica promoted while the master lives; return the new master."""
@@ -168,7 +180,10 @@ class Sentinels:
 
 
 class Cluster:
-    """Masters that share the slots, each with so many replicas."""
+    """Masters that share the slots, and replicas of the one that has the tests' service."""
+
+    #: Where the keys of the service ``orders`` are.
+    slot = key_slot(b"{orders}")
 
     def __init__(
         self, program: str, folder: Path, *options: str, masters: int = 2, replicas: int = 0
@@ -177,7 +192,7 @@ class Cluster:
         own = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(_NODE_TIMEOUT_MS))
         own = (*own, "--cluster-allow-replica-migration", "no", *_QUICK_SYNC, *options)
         self.servers: list[RedisServer] = []
-        for number in range(masters * (1 + replicas)):
+        for number in range(masters + replicas):
             self.servers.append(new_server(program, folder / f"node-{number}", *own))
 
     @property
@@ -199,8 +214,8 @@ class Cluster:
         for server in self.servers[1:]:
             self.ask(self.servers[0], "MEET", "127.0.0.1", server.port)
         wait_until(lambda: self._views_have(len(self.servers), ""), "all nodes to meet", 10)
-        for number, server in enumerate(replicas):
-            self.ask(server, "REPLICATE", self.id_of(owners[number % len(owners)]))
+        for server in replicas:
+            self.ask(server, "REPLICATE", self.id_of(self.owner))
         wait_until(lambda: self._views_have(len(replicas), "slave"), "the replicas to be known", 10)
         wait_until(lambda: all(map(self._is_ready, self.servers)), "the cluster to be ready", 10)
         return self
@@ -233,43 +248,66 @@ class Cluster:
         state: Any = server.client.info("replication")
         return is_whole and state.get("master_link_status", "up") == "up"
 
-    def owner_of(self, slot: int) -> RedisServer:
-        """Return the node that has a slot, by what the first node that answers says."""
+    @property
+    def owner(self) -> RedisServer:
+        """The node that has the service, by what the first node that answers says."""
         for server in self.servers:
             if not server.process.is_running():
                 continue
             for first, last, master, *_ in self.ask(server, "SLOTS"):
-                if first <= slot <= last:
+                if first <= self.slot <= last:
                     (found,) = [each for each in self.servers if each.port == int(master[1])]
                     return found
-        raise AssertionError(f"nobody has slot {slot}")
+        raise AssertionError(f"nobody has slot {self.slot}")
 
-    def begin_move(self, slot: int, source: RedisServer, target: RedisServer) -> None:
-        """Let a slot begin to move: from now on keys that are not there are asked of the target."""
-        self.ask(target, "SETSLOT", slot, "IMPORTING", self.id_of(source))
-        self.ask(source, "SETSLOT", slot, "MIGRATING", self.id_of(target))
+    @property
+    def client(self) -> redis.Redis:
+        """A client of that node."""
+        return self.owner.client
 
-    def move_keys(
-        self, slot: int, source: RedisServer, target: RedisServer, count: int = 10_000
-    ) -> int:
-        """Move so many keys of a slot; return how many there were."""
-        keys: Sequence[str] = self.ask(source, "GETKEYSINSLOT", slot, count)
-        for key in keys:
-            source.client.migrate("127.0.0.1", target.port, key, 0, 5000)
-        return len(keys)
+    @property
+    def other(self) -> RedisServer:
+        """Another master."""
+        owner = self.owner
+        return next(each for each in self.servers[: self.masters] if each is not owner)
 
-    def end_move(self, slot: int, source: RedisServer, target: RedisServer) -> None:
-        """Give a slot that was moved to its new node."""
-        while self.move_keys(slot, source, target):
-            pass
-        for server in (target, source):
-            self.ask(server, "SETSLOT", slot, "NODE", self.id_of(target))
+    def move(self) -> Move:
+        """Let the service's slot begin to move to another master."""
+        return Move(self, self.owner, self.other)
 
     def close(self) -> None:
         """End the nodes."""
         for server in self.servers:
             server.thaw()
             server.close()
+
+
+class Move:
+    """A slot on its way: keys that are not at its source any more are asked of its target."""
+
+    def __init__(self, cluster: Cluster, source: RedisServer, target: RedisServer) -> None:
+        self._cluster, self.source, self.target = cluster, source, target
+        ask, slot = cluster.ask, cluster.slot
+        ask(target, "SETSLOT", slot, "IMPORTING", cluster.id_of(source))
+        ask(source, "SETSLOT", slot, "MIGRATING", cluster.id_of(target))
+
+    def carry(self, count: int = 10_000) -> int:
+        """Move so many keys; return how many there were."""
+        keys: Sequence[str] = self._cluster.ask(
+            self.source, "GETKEYSINSLOT", self._cluster.slot, count
+        )
+        for key in keys:
+            self.source.client.migrate("127.0.0.1", self.target.port, key, 0, 5000)
+        return len(keys)
+
+    def end(self) -> None:
+        """Move what is left, and give the slot to its target."""
+        while self.carry():
+            pass
+        for server in (self.target, self.source):
+            self._cluster.ask(
+                server, "SETSLOT", self._cluster.slot, "NODE", self._cluster.id_of(self.target)
+            )
 
 
 class Certificates:
