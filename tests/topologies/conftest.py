@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,8 @@ from celery_dtimer.settings import Settings
 from celery_dtimer.store import Store
 from tests.conftest import QUICK
 from tests.failover.deployment import Deployment
-from tests.topologies.servers import Certificates, Cluster, Sentinels
+from tests.servers import RedisServer
+from tests.topologies.servers import Certificates, Cluster, Sentinels, new_server
 
 MakeSentinels = Callable[..., Sentinels]
 MakeCluster = Callable[..., Cluster]
@@ -42,25 +42,6 @@ def _lacking(what: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def tls_program(server_program: str) -> str:
-    """A server program that was built with TLS."""
-    told = subprocess.run([server_program, "--tls-port", "0", "--version"], capture_output=True)
-    found = [server_program, shutil.which("redis-server")]
-    for program in found:
-        if program and _takes_tls(program):
-            return program
-    _lacking(f"no server with TLS: {told.stderr!r}")
-    raise AssertionError
-
-
-def _takes_tls(program: str) -> bool:
-    """Say whether a program knows the option; it ends over the other one, that nobody knows."""
-    options = ["--port", "0", "--tls-auth-clients", "no", "--no-such-option", "1"]
-    told = subprocess.run([program, *options], capture_output=True, text=True, timeout=10)
-    return "no-such-option" in told.stdout + told.stderr.splitlines()[-1]
-
-
-@pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """An authority, a server's certificate and a client's."""
     if shutil.which("openssl") is None:
@@ -68,13 +49,38 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("tls") / "certificates")
 
 
+@pytest.fixture(scope="session")
+def tls_program(
+    server_program: str, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    """A server program that was built with TLS: the tests' own, or the one on the PATH."""
+    for program in (server_program, shutil.which("redis-server")):
+        folder = tmp_path_factory.mktemp("tls") / "server"
+        server = program and certificates.secured(new_server(program, folder))
+        if server and _starts(server):
+            assert program is not None
+            return program
+    _lacking("no server was built with TLS")
+    raise AssertionError
+
+
+def _starts(server: RedisServer) -> bool:
+    try:
+        server.start()
+    except AssertionError:  # it does not know the options
+        return False
+    finally:
+        server.close()
+    return True
+
+
 @pytest.fixture
 def make_sentinels(server_program: str, tmp_path: Path) -> Iterator[MakeSentinels]:
     """Start sets of sentinels that the test may fail over as it likes."""
     made: list[Sentinels] = []
 
-    def make(**options: Any) -> Sentinels:
-        made.append(Sentinels(server_program, tmp_path / f"set-{len(made)}", **options))
+    def make(*, program: str = server_program, **options: Any) -> Sentinels:
+        made.append(Sentinels(program, tmp_path / f"set-{len(made)}", **options))
         return made[-1].start()
 
     yield make
@@ -101,10 +107,10 @@ def deploy_on(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy
     """Set up services on servers of the test's own, whose stored state must be consistent."""
     deployments: list[Deployment] = []
 
-    def set_up(store: Any, *, broker: Any = None, **conf: Any) -> Deployment:
+    def set_up(store: Any, *, broker: Any = None, prefix: str = "", **conf: Any) -> Deployment:
         folder = tmp_path / f"service-{len(deployments)}"
         folder.mkdir()
-        prefix = f"t{uuid.uuid4().hex[:10]}:"
+        prefix = prefix or f"t{uuid.uuid4().hex[:10]}:"
         deployments.append(Deployment(folder, prefix, broker=broker or store, store=store, **conf))
         return deployments[-1]
 
@@ -126,7 +132,7 @@ def make_store() -> Iterator[MakeStore]:
     def make(url: str, **conf: Any) -> Store:
         app = Celery("orders", set_as_current=False)
         prefix = f"t{uuid.uuid4().hex[:10]}:"
-        app.conf.update(broker_url=url, dtimer_key_prefix=prefix, **{**QUICK, **conf})
+        app.conf.update({"broker_url": url, "dtimer_key_prefix": prefix, **QUICK, **conf})
         made.append(Store(Settings.from_app(app)))
         return made[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +19,99 @@ from tests.waiting import wait_until
 MASTER = "timers"
 _DOWN_AFTER_MS, _FAILOVER_MS, _NODE_TIMEOUT_MS = 500, 2000, 1000
 _SLOTS = 16384
+_BUS = 10_000
+_FIRST_EPHEMERAL = 32_768
 _QUICK_SYNC = ("--repl-diskless-sync-delay", "0")
 
 
-def new_server(program: str, folder: Path, *options: str, **client: Any) -> RedisServer:
-    """Return a server that is not started; ``client`` is how a test talks to it."""
+def new_server(
+    program: str, folder: Path, *options: str, has_bus: bool = False, **client: Any
+) -> RedisServer:
+    """Return a server that is not started; ``client`` is how a test talks to it.
+
+    A node of a cluster has a bus, which listens 10,000 ports above it.
+    """
     folder.mkdir(parents=True)
     server = RedisServer(program, folder, *options)
+    while has_bus and not _is_free(server.port + _BUS):
+        server = RedisServer(program, folder, *options)
     if client:
         server.client = redis.Redis(
             port=server.port, decode_responses=True, socket_timeout=5, **client
         )
     return server
+
+
+def _is_free(port: int) -> bool:
+    """Say whether nothing listens on a port, nor will a connection that goes out have it."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return port < _FIRST_EPHEMERAL
+
+
+class Certificates:
+    """An authority of the test's own, with certificates for a server and for a client."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self._make("ca", "-x509", "-subj", "/CN=tests")
+        for name in ("server", "client"):
+            self._make(name, "-subj", f"/CN={name}")
+            self._sign(name)
+        (folder / "other").mkdir()
+        self._make("other/ca", "-x509", "-subj", "/CN=somebody else")
+
+    def __getitem__(self, name: str) -> str:
+        """Return the path of a file such as ``ca.crt`` or ``server.key``."""
+        return str(self.folder / name)
+
+    def _make(self, name: str, *args: str) -> None:
+        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+        out = f"{name}.crt" if "-x509" in args else f"{name}.csr"
+        self._run("req", *curve, *args, "-keyout", f"{name}.key", "-out", out)
+
+    def _sign(self, name: str) -> None:
+        (self.folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        authority = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "30")
+        request = ("-req", "-in", f"{name}.csr", "-extfile", "names", "-out", f"{name}.crt")
+        self._run("x509", *request, *authority)
+
+    def _run(self, *args: str) -> None:
+        subprocess.run(["openssl", *args], cwd=self.folder, check=True, capture_output=True)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """A server's options: what it shows, and whom it trusts."""
+        return {
+            "tls-cert-file": self["server.crt"],
+            "tls-key-file": self["server.key"],
+            "tls-ca-cert-file": self["ca.crt"],
+            "tls-replication": "yes",
+        }
+
+    @property
+    def of_client(self) -> dict[str, Any]:
+        """redis-py's options of a client that shows a certificate, and checks the server's."""
+        return {
+            "ssl_ca_certs": self["ca.crt"],
+            "ssl_certfile": self["client.crt"],
+            "ssl_keyfile": self["client.key"],
+        }
+
+    def secured(self, server: RedisServer, *options: str) -> RedisServer:
+        """Let a server that is not started take TLS alone, from clients with a certificate."""
+        listening = ("--port", "0", "--tls-port", str(server.port))
+        files = [text for name, value in self.files.items() for text in (f"--{name}", value)]
+        server.options = (*server.options, *listening, *files, *options)
+        server.process = server._new_process()
+        server.client = redis.Redis(
+            port=server.port, decode_responses=True, socket_timeout=5, ssl=True, **self.of_client
+        )
+        return server
 
 
 class Sentinels:
@@ -49,9 +131,11 @@ class Sentinels:
         sentinels: int = 3,
         password: str = "",
         sentinel_password: str = "",
+        certificates: Certificates | None = None,
     ) -> None:
         self.program, self.folder, self.count = program, folder, sentinels
         self.password, self.sentinel_password = password, sentinel_password
+        self.certificates = certificates
         client = {"password": password} if password else {}
         secret = ("--requirepass", password, "--masterauth", password) if password else ()
         master = new_server(program, folder / "server-0", *secret, *_QUICK_SYNC, **client)
@@ -60,14 +144,20 @@ class Sentinels:
         for number in range(replicas):
             place = folder / f"server-{number + 1}"
             self.servers.append(new_server(program, place, *following, **client))
+        if certificates is not None:
+            for server in self.servers:
+                certificates.secured(server)
         self.ports = [free_port() for _ in range(sentinels)]
         self.processes = [self._sentinel(port) for port in self.ports]
 
     def _sentinel(self, port: int) -> Process:
         place = self.folder / f"sentinel-{port}"
         place.mkdir()
-        lines = [
-            f"port {port}",
+        lines = [f"port {port}"]
+        if self.certificates is not None:
+            lines = ["port 0", f"tls-port {port}"]
+            lines += [f"{name} {value}" for name, value in self.certificates.files.items()]
+        lines += [
             "bind 127.0.0.1",
             f"dir {place}",
             f"sentinel monitor {MASTER} 127.0.0.1 {self.servers[0].port} {self.count // 2 + 1}",
@@ -116,8 +206,9 @@ class Sentinels:
     def sentinel(self, port: int) -> redis.Redis:
         """Return a client of one sentinel."""
         password = self.sentinel_password or None
+        tls = {"ssl": True, **self.certificates.of_client} if self.certificates else {}
         return redis.Redis(
-            port=port, password=password, decode_responses=True, socket_timeout=1, protocol=2
+            port=port, password=password, decode_responses=True, socket_timeout=1, protocol=2, **tls
         )
 
     @property
@@ -186,14 +277,23 @@ class Cluster:
     slot = key_slot(b"{orders}")
 
     def __init__(
-        self, program: str, folder: Path, *options: str, masters: int = 2, replicas: int = 0
+        self,
+        program: str,
+        folder: Path,
+        *options: str,
+        masters: int = 2,
+        replicas: int = 0,
+        certificates: Certificates | None = None,
     ) -> None:
         self.masters = masters
         own = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(_NODE_TIMEOUT_MS))
         own = (*own, "--cluster-allow-replica-migration", "no", *_QUICK_SYNC, *options)
         self.servers: list[RedisServer] = []
         for number in range(masters + replicas):
-            self.servers.append(new_server(program, folder / f"node-{number}", *own))
+            server = new_server(program, folder / f"node-{number}", *own, has_bus=True)
+            if certificates is not None:
+                certificates.secured(server, "--tls-cluster", "yes")
+            self.servers.append(server)
 
     @property
     def url(self) -> str:
@@ -308,44 +408,3 @@ class Move:
             self._cluster.ask(
                 server, "SETSLOT", self._cluster.slot, "NODE", self._cluster.id_of(self.target)
             )
-
-
-class Certificates:
-    """An authority of the test's own, with certificates for a server and for a client."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        self.folder = folder
-        self._make("ca", "-x509", "-subj", "/CN=tests")
-        for name in ("server", "client"):
-            self._make(name, "-subj", f"/CN={name}")
-            self._sign(name)
-        (folder / "other").mkdir()
-        self._make("other/ca", "-x509", "-subj", "/CN=somebody else")
-
-    def __getitem__(self, name: str) -> str:
-        """Return the path of a file such as ``ca.crt`` or ``server.key``."""
-        return str(self.folder / name)
-
-    def _make(self, name: str, *args: str) -> None:
-        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        out = f"{name}.crt" if "-x509" in args else f"{name}.csr"
-        self._run("req", *curve, *args, "-keyout", f"{name}.key", "-out", out)
-
-    def _sign(self, name: str) -> None:
-        (self.folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-        authority = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "30")
-        request = ("-req", "-in", f"{name}.csr", "-extfile", "names", "-out", f"{name}.crt")
-        self._run("x509", *request, *authority)
-
-    def _run(self, *args: str) -> None:
-        subprocess.run(["openssl", *args], cwd=self.folder, check=True, capture_output=True)
-
-    @property
-    def server_options(self) -> tuple[str, ...]:
-        """The options of a server that takes TLS alone, from clients with a certificate."""
-        return (
-            *("--tls-port", "0", "--tls-cert-file", self["server.crt"]),
-            *("--tls-key-file", self["server.key"], "--tls-ca-cert-file", self["ca.crt"]),
-            *("--tls-auth-clients", "optional", "--tls-replication", "yes"),
-        )

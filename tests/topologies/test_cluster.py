@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -16,6 +17,7 @@ from celery_dtimer.schedules import Interval
 from celery_dtimer.store import Store
 from tests.conftest import FreshRedis
 from tests.failover.deployment import TAKEOVER
+from tests.topologies.access import OPTIONAL, documented
 from tests.topologies.conftest import DeployOn, MakeCluster, MakeStore
 from tests.topologies.servers import Cluster
 from tests.waiting import wait_until
@@ -162,6 +164,28 @@ def test_a_node_that_dies_is_replaced_by_its_replica(
     for beat in beats:
         lines = [line for line in beat.log_text().splitlines() if "ERROR" in line]
         assert len(lines) <= 2, lines
+
+
+def test_the_documented_rights_are_enough_on_a_cluster(
+    cluster: Cluster, make_store: MakeStore
+) -> None:
+    rules = [*documented()["dtimer-beat"], "+cluster|slots", "+asking"]
+    for server in cluster.servers:
+        server.client.execute_command("ACL", "SETUSER", "limited", *rules)
+        server.client.acl_log_reset()
+    url = cluster.url.replace("://", "://limited:secret@")
+    store = make_store(BROKER, dtimer_redis_url=url, dtimer_key_prefix="dtimer:")
+    store.register("a", {})
+    timers = [Definition(f"timer-{n}", "task", Interval(1000)) for n in range(20)]
+    store.save(timers)
+    move = cluster.move()
+    move.carry(30)
+    assert all(store.states([timer.id for timer in timers])[1])
+    move.end()
+    assert read_all(store) == (20, 20, 20, 20)
+    for server in cluster.servers:
+        log: Any = server.client.acl_log(128)
+        assert {str(entry["object"]) for entry in log} <= OPTIONAL
 
 
 def test_one_node_of_a_cluster_says_that_it_is_one(cluster: Cluster, make_store: MakeStore) -> None:

@@ -13,6 +13,7 @@ from celery_dtimer.publisher import Publisher
 from tests.conftest import FreshRedis
 from tests.failover.deployment import TAKEOVER, Deployment
 from tests.ledger import Ledger
+from tests.topologies.access import OPTIONAL
 from tests.topologies.conftest import DeployOn, MakeSentinels, MakeStore
 from tests.topologies.servers import Sentinels
 from tests.waiting import wait_until
@@ -189,6 +190,20 @@ def test_the_brokers_connection_follows_a_master_that_was_replaced_while_it_live
         assert modes == ["atomic"]
     finally:
         publisher.close()
+
+
+def test_sentinels_are_asked_for_nothing_but_their_masters(
+    make_sentinels: MakeSentinels, make_store: MakeStore
+) -> None:
+    sentinels = make_sentinels(replicas=0, sentinels=1)
+    with sentinels.sentinel(sentinels.ports[0]) as client:
+        rules = ("on", ">secret", "-@all", "+sentinel|masters")
+        client.execute_command("ACL", "SETUSER", "watcher", *rules)
+        user = {"username": "watcher", "password": "secret"}
+        options = {**sentinels.options, "sentinel_kwargs": user}
+        assert make_store(sentinels.url, broker_transport_options=options).now_ms() > 0
+        log = client.acl_log(128)
+    assert {str(entry["object"]) for entry in log} <= OPTIONAL
 
 
 def test_an_error_of_sentinels_is_one_line_without_secrets(
