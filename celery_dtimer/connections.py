@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import redis
 from redis.backoff import NoBackoff
 from redis.client import Pipeline
-from redis.connection import SSLConnection, UnixDomainSocketConnection
+from redis.connection import SSLConnection
 from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, ResponseError, TryAgainError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -107,9 +107,7 @@ def _client(url: str, own: Mapping[str, Any], timeout: float, key: str) -> Clien
         "decode_responses": True,
         "encoding_errors": "backslashreplace",
     }
-    if "ssl_cert_reqs" in options:
-        level = options["ssl_cert_reqs"]
-        options["ssl_cert_reqs"] = _CERT_REQS.get(level, level) if isinstance(level, str) else level
+    _spell_as_redis_py(options)
     uses_tls = bool(options.pop("ssl", False))
     if uses_tls:
         options["connection_class"] = SSLConnection
@@ -121,6 +119,13 @@ def _client(url: str, own: Mapping[str, Any], timeout: float, key: str) -> Clien
         return SlotClient([_address(each, 6379) for each in members], options, timeout, key)
     client: Client = Client.of_pool(redis.ConnectionPool(**options))
     return client
+
+
+def _spell_as_redis_py(options: dict[str, Any]) -> None:
+    """Take how certificates are checked in Celery's words too."""
+    level = options.get("ssl_cert_reqs")
+    if isinstance(level, str):
+        options["ssl_cert_reqs"] = _CERT_REQS.get(level, level)
 
 
 _OF_POOLS = ("connection_class", "max_connections")  # options that no connection knows
@@ -136,8 +141,6 @@ def _url_options(url: str) -> dict[str, Any]:
     options: dict[str, Any] = _redis_py.connection.parse_url(
         known.get(scheme, "redis" if scheme == "sentinel" else scheme) + plain
     )
-    if options.get("connection_class") is UnixDomainSocketConnection:
-        options.pop("socket_connect_timeout", None)
     if "timeout" in options:  # of a pool that waits for connections, which ours does not
         options.setdefault("socket_timeout", options.pop("timeout"))
     return options
@@ -158,6 +161,7 @@ def _sentinel_client(members: Sequence[str], options: dict[str, Any], uses_tls: 
         "retry": options["retry"],
         **(options.pop("sentinel_kwargs", None) or {}),
     }
+    _spell_as_redis_py(own)
     sentinel = _redis_py.sentinel.Sentinel(
         [_address(each, _SENTINEL_PORT) for each in members],
         min_other_sentinels=options.pop("min_other_sentinels", 0),
@@ -268,6 +272,13 @@ class MasterClient(Client):
         """Send commands on one connection; return what waits for their answers."""
         self._look()
         return super().begin(*commands)
+
+    def drop(self) -> None:
+        """Drop all connections, those to the sentinels too."""
+        super().drop()
+        pool: Any = self.connection_pool
+        for sentinel in pool.sentinel_manager.sentinels:
+            sentinel.connection_pool.disconnect()
 
     def _look(self) -> None:
         """Ask who is the master, unless that was done; idle connections to another one go."""

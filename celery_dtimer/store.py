@@ -563,12 +563,13 @@ class Store:
             self._raise(exc)
 
     def _raise(self, exc: RedisError) -> NoReturn:
-        if is_passing(exc):
+        is_elsewhere = connections.is_redirection(exc)  # of a cluster: its slot is on its way
+        if is_passing(exc) or (is_elsewhere and self.settings.is_cluster):
             self._reconnect()  # the name may lead to another server by now
             raise StoreUnavailableError(
                 f"Redis at {self.settings.masked_url} can not serve now: {exc}"
             ) from exc
-        if connections.is_redirection(exc) and not self.settings.is_cluster:
+        if is_elsewhere:
             raise StoreError(
                 f"Redis at {self.settings.masked_url} is a node of a cluster, and another one has "
                 "this service: its URL begins with redis+cluster:// or rediss+cluster://"

@@ -139,7 +139,7 @@ class Sentinels:
         client = {"password": password} if password else {}
         secret = ("--requirepass", password, "--masterauth", password) if password else ()
         master = new_server(program, folder / "server-0", *secret, *_QUICK_SYNC, **client)
-        following = (*secret, *_QUICK_SYNC, "--replicaof", f"127.0.0.1 {master.port}")
+        following = (*secret, *_QUICK_SYNC, "--replicaof", "127.0.0.1", str(master.port))
         self.servers = [master]
         for number in range(replicas):
             place = folder / f"server-{number + 1}"

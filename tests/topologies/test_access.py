@@ -229,7 +229,7 @@ def test_a_wrong_password_is_one_line_that_does_not_tell_it(
     assert "pa55word" not in str(caught.value) + repr(store.settings) + repr(store.client)
 
 
-def test_idle_connections_that_a_proxy_cuts_cost_no_run_and_no_line(
+def test_idle_connections_that_a_proxy_cuts_cost_no_run_and_no_storm_of_lines(
     fresh_redis: FreshRedis, tcp_proxy: Callable[[RedisServer], TcpProxy], deploy_on: DeployOn
 ) -> None:
     server = fresh_redis()

@@ -132,7 +132,7 @@ def test_a_slot_that_moves_under_beats_costs_no_run(
     deployment.wait_firing(names)
     assert deployment.modes() == {"confirmed"}
     epochs = deployment.epochs()
-    for _ in range(4):
+    for _ in range(2):
         move = cluster.move()
         while move.carry(10):
             deployment.pass_time(0.02)

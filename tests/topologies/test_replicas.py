@@ -29,7 +29,7 @@ def master(fresh_redis: FreshRedis) -> RedisServer:
 @pytest.fixture
 def replica(master: RedisServer, fresh_redis: FreshRedis) -> RedisServer:
     """One that follows."""
-    replica = fresh_redis("--replicaof", f"127.0.0.1 {master.port}")
+    replica = fresh_redis("--replicaof", "127.0.0.1", str(master.port))
     master.client.set("written", "before")  # what is written on a connection is waited for there
     wait_until(lambda: master.client.wait(1, 100) == 1, "the replica to follow", 10)
     return replica

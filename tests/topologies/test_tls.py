@@ -108,7 +108,8 @@ def test_sentinels_and_their_master_behind_tls(
         program=tls_program, replicas=0, sentinels=1, certificates=certificates
     )
     own = {"ssl": True, **certificates.of_client}
-    options = {**sentinels.options, **own, "sentinel_kwargs": own}
+    asked = {**own, "ssl_cert_reqs": "CERT_REQUIRED"}
+    options = {**sentinels.options, **own, "sentinel_kwargs": asked}
     store = make_store("memory://", dtimer_redis_url=sentinels.url, dtimer_redis_options=options)
     assert store.register("a", {}).epoch
 
