@@ -12,11 +12,12 @@ every call has a time limit.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 
 import redis
@@ -37,7 +38,7 @@ from celery_dtimer.settings import Settings
 _redis_py: Any = redis  # much of it is not typed
 _CONNECTIONS = 2  # that one store uses at once: a call is prepared while another is answered
 _SENTINEL_PORT = 26379
-_REDIRECTIONS = (AskError, TryAgainError)  # MovedError is an AskError
+_REFUSAL = re.compile(r"(?P<kind>MOVED|ASK|TRYAGAIN) (?:\d+ (?P<host>\S*):(?P<port>\d+)$)?")
 _SENTINEL_PATIENCE = 1.0  # seconds: one that is frozen must not cost a call all of its time
 _LOOK_EVERY = 1.0  # seconds between two looks who is the master,
 _LOOKING = 0.05  # of the time at most, when sentinels do not answer
@@ -90,9 +91,30 @@ def described(exc: Exception) -> str:
     return " ".join(str(exc).split())
 
 
+class Refusal(NamedTuple):
+    """What a node of a cluster says instead of serving a command."""
+
+    kind: str  #: MOVED and ASK name another node; TRYAGAIN does not
+    node: Address = "", 0
+
+
+def refusal_in(answer: object) -> Refusal | None:
+    """Return what an answer says of the nodes of a cluster; older redis-py's leave it a text."""
+    if isinstance(answer, AskError):  # a MovedError is one too
+        kind = "MOVED" if isinstance(answer, MovedError) else "ASK"
+        return Refusal(kind, (answer.host, answer.port))
+    if isinstance(answer, TryAgainError):
+        return Refusal("TRYAGAIN")
+    found = _REFUSAL.match(str(answer)) if isinstance(answer, ResponseError) else None
+    if found is None:
+        return None
+    return Refusal(found["kind"], (found["host"] or "", int(found["port"] or 0)))
+
+
 def is_redirection(exc: Exception) -> bool:
     """Say whether an answer only says that another node of a cluster has the keys."""
-    return isinstance(exc, AskError)
+    refusal = refusal_in(exc)
+    return refusal is not None and refusal.kind != "TRYAGAIN"
 
 
 def _client(url: str, own: Mapping[str, Any], timeout: float, key: str) -> Client:
@@ -366,8 +388,11 @@ class SlotClient(Client):
         """Send a command to the node that has the slot; return its answer."""
         try:
             return self._reaching(lambda: _execute(self, args, options))
-        except _REDIRECTIONS as exc:
-            (answer,) = self._follow(exc, [args], options)
+        except ResponseError as exc:
+            refusal = refusal_in(exc)
+            if refusal is None:
+                raise
+            (answer,) = self._follow(refusal, [args], options)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -381,9 +406,8 @@ class SlotClient(Client):
 
         def finish() -> list[Any]:
             answers = finish_here()
-            if isinstance(answers[0], _REDIRECTIONS):
-                return self._follow(answers[0], commands, {})
-            return answers
+            refusal = refusal_in(answers[0])
+            return answers if refusal is None else self._follow(refusal, commands, {})
 
         return finish
 
@@ -474,7 +498,7 @@ class SlotClient(Client):
     # -- following it
 
     def _follow(
-        self, refusal: Exception, commands: Sequence[Command], options: dict[str, Any]
+        self, refusal: Refusal, commands: Sequence[Command], options: dict[str, Any]
     ) -> list[Any]:
         """Return the answers to commands that a node has refused because the slot moves.
 
@@ -483,19 +507,19 @@ class SlotClient(Client):
         until = time.monotonic() + self._timeout / 2
         pause = 0.0
         while True:
-            is_asking = isinstance(refusal, AskError) and not isinstance(refusal, MovedError)
             pool = self.connection_pool
-            if isinstance(refusal, AskError):
+            if refusal.kind != "TRYAGAIN":
                 asked: Address = str(pool.connection_kwargs["host"]), 0
-                pool = self._pool_of(self._seen(refusal.node_addr, asked))
-            if isinstance(refusal, MovedError):
+                pool = self._pool_of(self._seen(refusal.node, asked))
+            if refusal.kind == "MOVED":
                 with self._finding:
                     self._current = pool
             time.sleep(pause)
-            answers = self._ask(pool, is_asking, commands, options)
-            if not isinstance(answers[0], _REDIRECTIONS) or time.monotonic() > until:
+            answers = self._ask(pool, refusal.kind == "ASK", commands, options)
+            again = refusal_in(answers[0])
+            if again is None or time.monotonic() > until:
                 return answers
-            refusal = answers[0]
+            refusal = again
             pause = min(_LAST_PAUSE, max(_FIRST_PAUSE, 2 * pause))
 
     def _ask(
@@ -534,7 +558,7 @@ class _SlotPipeline(Pipeline):
         commands = list(self.command_stack)
         try:
             answers: list[Any] = super().execute(raise_on_error=False)
-            is_elsewhere = any(isinstance(answer, _REDIRECTIONS) for answer in answers)
+            is_elsewhere = any(refusal_in(answer) is not None for answer in answers)
         except UnreachableNodeError:
             is_elsewhere = True
         if is_elsewhere:

@@ -323,13 +323,9 @@ class Cluster:
     @staticmethod
     def ask(server: RedisServer, *command: Any) -> Any:
         """Send a CLUSTER command to a node; return its answer as it comes."""
-        pool = server.client.connection_pool
-        connection = pool.get_connection()
-        try:
-            connection.send_command("CLUSTER", *command)
-            return connection.read_response()
-        finally:
-            pool.release(connection)
+        raw = redis.Redis(connection_pool=server.client.connection_pool)
+        raw.response_callbacks = {}  # type: ignore[assignment]
+        return raw.execute_command("CLUSTER", *command)
 
     def id_of(self, server: RedisServer) -> str:
         """Return the id of a node."""

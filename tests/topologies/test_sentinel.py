@@ -94,7 +94,7 @@ def test_what_the_promoted_replica_lacks_is_replayed_and_the_span_is_told(
     deployment.wait_sent(names, 1)
 
     replica.freeze()
-    old.client.client_kill_filter(_type="replica")
+    old.client.execute_command("CLIENT", "KILL", "TYPE", "replica")
     cut_ms = deployment.now_ms()
     deployment.wait_sent(names, cut_ms + 500)
     old.kill()

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import redis
+from redis.exceptions import AskError, MovedError, ResponseError, TryAgainError
 from redis.sentinel import SentinelConnectionPool
 
-from celery_dtimer.connections import Client, SlotClient, connect
+from celery_dtimer.connections import Client, Refusal, SlotClient, connect, refusal_in
 from celery_dtimer.errors import SettingsError
 from celery_dtimer.settings import Settings
+from tests.naming import named
 
 
 def client_of(url: str, **options: Any) -> Client:
@@ -28,7 +30,7 @@ def test_every_call_has_a_time_limit_and_no_retries_of_redis_py() -> None:
     connection = made_of(client_of("redis://host"))
     assert (connection.socket_timeout, connection.socket_connect_timeout) == (10, 10)
     assert connection.health_check_interval == 30
-    assert connection.retry.get_retries() == 0
+    assert connection.retry._retries == 0
 
 
 @pytest.mark.parametrize("option", ["socket_timeout=2.5", "timeout=2.5"])
@@ -128,3 +130,25 @@ def test_a_cluster_is_not_contacted_before_it_is_used() -> None:
     assert options["connection_class"] is redis.SSLConnection
     assert client._nodes == [("a", 1), ("b", 2)]
     assert (client.database, client.most_connections > 1) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "refusal"),
+    [
+        (MovedError("105 10.0.0.1:7000"), Refusal("MOVED", ("10.0.0.1", 7000))),
+        (AskError("105 10.0.0.1:7000"), Refusal("ASK", ("10.0.0.1", 7000))),
+        (TryAgainError("Multiple keys"), Refusal("TRYAGAIN")),
+        (ResponseError("MOVED 105 10.0.0.1:7000"), Refusal("MOVED", ("10.0.0.1", 7000))),
+        (ResponseError("ASK 105 ::1:7000"), Refusal("ASK", ("::1", 7000))),
+        (ResponseError("MOVED 105 :7000"), Refusal("MOVED", ("", 7000))),
+        (ResponseError("TRYAGAIN Multiple keys"), Refusal("TRYAGAIN")),
+        (ResponseError("ERR MOVED 105 a:1"), None),
+        ("MOVED 105 a:1", None),
+        (None, None),
+    ],
+    ids=named,
+)
+def test_what_a_node_says_of_others_is_read_from_errors_of_any_redis_py(
+    answer: object, refusal: Refusal | None
+) -> None:
+    assert refusal_in(answer) == refusal
