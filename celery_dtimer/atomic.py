@@ -25,6 +25,8 @@ _TTL = 60.0  # seconds that a proof lasts on the broker's server
 _CHECKED_EVERY = 20.0  # seconds
 
 ATOMIC, CONFIRMED = "atomic", "confirmed"
+#: Why dispatch is confirmed where the timers are on a cluster.
+ON_A_CLUSTER = "the timers are on a Redis Cluster, which Celery has no broker for"
 
 
 def obstacle(app: Celery) -> str | None:
@@ -82,6 +84,8 @@ class Atomic:
         self._is_required = store.settings.dispatch == ATOMIC
         self._was_atomic = False
         self._never = "dtimer_dispatch says so" if store.settings.dispatch == CONFIRMED else None
+        if store.settings.is_cluster:
+            self._never = ON_A_CLUSTER
         self._mode = ""
         self._link: Link | None = None
         self._connects: tuple[int, int] | None = None
@@ -133,17 +137,24 @@ class Atomic:
         """Make a new link; return why there is none."""
         if down is not None:
             raise down
-        proof = secrets.token_hex(16)
         try:
-            database, prefix = self._write(proof)
+            if not self._prove() and self._was_atomic:
+                self._publisher.close()  # its server may have been replaced while it lives
+                self._prove()
         except RefusedError as exc:
             return f"the broker's user may not write the key that proves it: {exc}"
+        if self._link is None:
+            return "the broker is not on the server that holds the timers"
+        return None
+
+    def _prove(self) -> bool:
+        """Write a key through the broker's connection, and keep the link if the timers see it."""
+        proof = secrets.token_hex(16)
+        database, prefix = self._write(proof)
         link = Link(database, self._key, proof, prefix)
         self._connects = self._publisher.connects
-        if not self._store.is_linked(link):
-            return "the broker is not on the server that holds the timers"
-        self._link = link
-        return None
+        self._link = link if self._store.is_linked(link) else None
+        return self._link is not None
 
     def _write(self, proof: str) -> tuple[int, str]:
         try:

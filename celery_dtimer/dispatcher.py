@@ -76,6 +76,10 @@ _AHEAD = 8  # timers that are told before they come due, and so go out without b
 _STOLEN = 100  # timers that are taken over at once from an instance that lags
 
 
+class StaleServerError(StoreUnavailableError):
+    """A server answers that lacks what was confirmed: after a failover, or while one goes on."""
+
+
 class Broker(Protocol):
     """What the dispatcher needs of a publisher."""
 
@@ -169,6 +173,7 @@ class Dispatcher:
         may_send: Callable[[Lease], bool],
         mode: Mode | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        on_commit: Callable[[int, int, bool], None] = lambda epoch, sequence, is_short: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare a dispatcher.
@@ -181,6 +186,8 @@ class Dispatcher:
             mode: says for each batch whether its commit pushes the messages; by default it never
                 does.
             on_progress: called after every batch and commit.
+            on_commit: is told the epoch and the number of each commit that is confirmed, and
+                whether it has reached too few replicas.
             clock: monotonic seconds.
         """
         self._store = store
@@ -188,6 +195,7 @@ class Dispatcher:
         self._may_send = may_send
         self._mode: Mode = mode or Confirmed()
         self._on_progress = on_progress
+        self._on_commit = on_commit
         self._clock = clock
         self._limit = store.settings.batch_size
         self._defaults = store.settings.defaults
@@ -196,7 +204,7 @@ class Dispatcher:
         self._overlaps = Overlaps(store, broker.revoke, clock)
         self._announcer = Announcer(store.settings.service)
         self._max_refusals = store.settings.max_refusals
-        self._sequence = 0
+        self._epoch, self._sequence = 0, 1  # of the next commit
         self._unsettled: list[Settlement] = []
         self._link: Link | None = None  # of what is not settled
         self._committing: _Committing | None = None
@@ -284,7 +292,7 @@ class Dispatcher:
         """Return what was read, unless another server has answered."""
         if turn.heartbeat_ms < lease.heartbeat_ms:
             self._store.close()
-            raise StoreUnavailableError(
+            raise StaleServerError(
                 "Redis knows an older heartbeat than was confirmed: another server answers"
             )
         return turn
@@ -527,6 +535,7 @@ class Dispatcher:
             if committed is None:
                 continue
             following = committed.turn
+            self._on_commit(self._epoch, self._sequence, committed.is_short)
             self._sequence += 1
             self._on_progress()
             put_off = self._look_at(lease, settled, committed, tally)
@@ -543,6 +552,8 @@ class Dispatcher:
         self, lease: Lease, batch: Sequence[Settlement], reading: Reading | None
     ) -> Callable[[], Committed]:
         """Send a commit; return what waits for its answer."""
+        if lease.epoch != self._epoch:
+            self._epoch, self._sequence = lease.epoch, 1
         return self._store.begin_commit(
             lease.instance,
             lease.epoch,

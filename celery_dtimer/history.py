@@ -5,7 +5,8 @@ is long past can be found no more. An entry has lines, each with blanks in betwe
 
 - ``sent``: id of the timer, scheduled moment, number of the run, "trigger" or "resent";
 - ``skipped``: id of the timer, reason, how many runs in a row, the moment of the first of them, and
-  one before which, or at which, the last of them was.
+  one before which, or at which, the last of them was;
+- ``replayed``: the moments from which until which Redis has lost what an instance had sent.
 """
 
 from __future__ import annotations

@@ -41,11 +41,11 @@ from celery_dtimer.errors import (
     StoreUnavailableError,
 )
 from celery_dtimer.faults import point
-from celery_dtimer.model import Lease
+from celery_dtimer.model import Lease, to_datetime
 from celery_dtimer.runs import LostRuns
 from celery_dtimer.settings import Settings
 from celery_dtimer.signals import failover, instance_joined, instance_left, tell
-from celery_dtimer.store import BATCH, Heartbeat, Moved, Store
+from celery_dtimer.store import BATCH, Heartbeat, Moved, Replay, Store
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ class Report:
     dispatch_reason: str = ""
     broker: str = ""  #: up, down, or "" before it is known
     down_since: float | None = None  #: by the membership's clock
+    unreplicated: int = 0  #: commits that have reached too few replicas
 
     def with_broker(self, is_up: bool, now: float) -> Report:
         """Return the report with what is known of the broker; an outage keeps its start."""
@@ -105,6 +106,7 @@ class Report:
             "dispatch": self.dispatch,
             "dispatch_reason": self.dispatch_reason,
             "broker": self.broker,
+            "unreplicated": str(self.unreplicated),
         }
 
 
@@ -138,11 +140,15 @@ class Membership:
         self._clock = clock
         self._on_lease = on_lease
         self._lease: Lease | None = None
+        self._epoch = 0  # of the last registration
         self._refused_epoch = 0
         self._stalled_after = clock() + self._settings.call_timeout
         self._next_check = 0.0
         self._scrub_position = 0
         self._lost = LostRuns(store)
+        self._committed = 0, 0  # the epoch and the number of the last commit that was confirmed
+        self._is_short = False  # that one had too few replicas
+        self._replays = 0  # spans of this registration that were told
         self._heard = 0.0, 0  # when the last heartbeat was sent, and the server's time then
         self._look_for_lost_after = 0.0
         self._must_rebalance = False
@@ -181,6 +187,28 @@ class Membership:
         """Note that an epoch is over: a newer registration is needed."""
         self._refused_epoch = max(self._refused_epoch, epoch)
         self.attention.set()
+
+    def report_stale(self) -> None:
+        """Note that the loop has met a server that lacks a heartbeat: the next one is to tell."""
+        self.attention.set()
+
+    def report_commit(self, epoch: int, sequence: int, is_short: bool) -> None:
+        """Note the last commit that was confirmed, and whether too few replicas have it."""
+        self._committed = epoch, sequence
+        if is_short:
+            with self._reporting:  # the next heartbeat tells it
+                report = self._report
+                self._report = replace(report, unreplicated=report.unreplicated + 1)
+        if is_short and not self._is_short:
+            logger.warning(
+                "Instance %s: a commit has not reached dtimer_wait_replicas=%s replicas in time; "
+                "it stays, and is not sent again",
+                self._identity.instance,
+                self._settings.wait_replicas,
+            )
+        elif self._is_short and not is_short:
+            logger.info("Instance %s: commits reach their replicas again", self._identity.instance)
+        self._is_short = is_short
 
     def report_dispatch(self, mode: str, reason: str) -> None:
         """Note the mode of dispatch that is in force, and why."""
@@ -243,8 +271,14 @@ class Membership:
         lease = self._lease
         if lease is None or lease.epoch <= self._refused_epoch:
             lease = self._register(started)
+        epoch, sequence = self._committed
         try:
-            heartbeat = self._store.heartbeat(lease.instance, lease.epoch)
+            heartbeat = self._store.heartbeat(
+                lease.instance,
+                lease.epoch,
+                heartbeat_ms=lease.heartbeat_ms,
+                sequence=sequence if epoch == lease.epoch else None,
+            )
         except FencedError:
             logger.warning(
                 "Instance %s: epoch %s is over; registering anew", lease.instance, lease.epoch
@@ -252,6 +286,7 @@ class Membership:
             self._refused_epoch = max(self._refused_epoch, lease.epoch)
             self._lease = None
             return None
+        self._tell_replay(heartbeat.replay)
         self._look_at_clocks(started, heartbeat.now_ms)
         changed = heartbeat.members != lease.members or self._lease is not lease
         self._lease = replace(
@@ -263,6 +298,18 @@ class Membership:
         if changed:
             self._on_lease()
         return heartbeat
+
+    def _tell_replay(self, replay: Replay) -> None:
+        """Log it, once, when Redis has lost what it had confirmed."""
+        if replay.times > self._replays:
+            logger.warning(
+                "Instance %s: Redis has lost what it confirmed from %s until %s (a failover, or a "
+                "restart): runs that were sent then may be sent again",
+                self._identity.instance,
+                to_datetime(replay.from_ms).isoformat(timespec="milliseconds"),
+                to_datetime(replay.until_ms).isoformat(timespec="milliseconds"),
+            )
+        self._replays = replay.times
 
     def _look_at_clocks(self, started: float, now_ms: int) -> None:
         """Give workers time to renew their runs' leases after an outage, or a jump of the clock."""
@@ -276,7 +323,13 @@ class Membership:
     def _register(self, started: float) -> Lease:
         identity, report = self._identity, self._report
         fields = {**identity.fields(self._settings.service), **report.fields()}
-        answer = self._store.register(identity.instance, fields)
+        answer = self._store.register(identity.instance, fields, former=self._epoch)
+        if self._epoch and not answer.last_epoch:
+            logger.warning(
+                "Redis knows nothing of service %s any more: its data are lost",
+                self._settings.service,
+            )
+        self._epoch, self._replays = answer.epoch, 0
         self._stored_report = report
         self._must_rebalance = True
         self._next_check = 0.0

@@ -685,3 +685,7 @@ class Instance:
     sent: int  #: runs since it registered, as are the next two
     skipped: int
     refused: int  #: messages that were not sent and are tried again
+    replays: int = 0  #: how often Redis has lost what it had confirmed: runs may have come again
+    replayed_from: datetime | None = None  #: the last such span: sent in it, they may come again
+    replayed_until: datetime | None = None
+    unreplicated: int = 0  #: commits that reached too few replicas (``dtimer_wait_replicas``)

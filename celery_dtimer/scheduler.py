@@ -22,10 +22,10 @@ from typing import Any
 from celery import Celery, beat
 from celery.beat import Scheduler
 
-from celery_dtimer import planning
-from celery_dtimer.atomic import ATOMIC, Atomic, obstacle, refusal
+from celery_dtimer import planning, urls
+from celery_dtimer.atomic import ATOMIC, ON_A_CLUSTER, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
-from celery_dtimer.dispatcher import Dispatcher, Pass
+from celery_dtimer.dispatcher import Dispatcher, Pass, StaleServerError
 from celery_dtimer.errors import (
     DistributedTimerError,
     FencedError,
@@ -114,6 +114,8 @@ class Loop:
         except SettingsError:
             raise
         except DistributedTimerError as exc:
+            if isinstance(exc, StaleServerError):
+                self._membership.report_stale()
             self._store_failures += 1
             self._say_waiting(exc)
             return self._backing_off(self._store_failures)
@@ -279,6 +281,7 @@ class Runtime:
                 on_broker=self._membership.report_broker,
             ),
             on_progress=self._membership.report_progress,
+            on_commit=self._membership.report_commit,
         )
         self._static = StaticSchedule(self._store, declaration, self._membership.report_progress)
         self._loop = Loop(
@@ -705,7 +708,8 @@ def _check_connections(app: Celery, settings: Settings) -> None:
         app.connection_for_write().get_transport_cls()
     except (KeyError, ImportError, AttributeError) as exc:
         raise SettingsError(f"broker_url has a transport that can not be used: {exc}") from exc
-    if settings.dispatch == ATOMIC and (reason := obstacle(app)):
+    reason = ON_A_CLUSTER if settings.is_cluster else obstacle(app)
+    if settings.dispatch == ATOMIC and reason:
         raise refusal(reason)
-    if not settings.redis_url.startswith("embedded:"):  # that one has a server to start
+    if not urls.is_embedded(settings.redis_url):  # that one has a server to start
         Store(settings).client  # noqa: B018 - made, so that a wrong option shows

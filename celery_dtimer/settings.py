@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 from celery import Celery
 
+from celery_dtimer import urls
 from celery_dtimer.errors import SettingsError, shown
 from celery_dtimer.policy import LONGEST_GRACE_MS, MOST_CATCH_UP, SHORTEST_GRACE_MS, Defaults
 
-#: The URL schemes that ``dtimer_redis_url`` accepts.
-SCHEMES = ("redis", "rediss", "redis+socket", "unix", "embedded")
+#: What the broker's own options say of Sentinel, as Celery names it.
+_SENTINEL_OPTIONS = ("master_name", "sentinel_kwargs", "min_other_sentinels")
+_LONGEST_WAIT_FOR_REPLICAS = 1.0  # seconds
 
 #: The shards that a service can have; each costs every instance three threads and connections.
 MOST_SHARDS = 64
@@ -43,6 +44,7 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_queued_lease": 3600,
     "dtimer_max_refusals": 100,
     "dtimer_eta_threshold": None,
+    "dtimer_wait_replicas": 0,
 }
 
 
@@ -76,6 +78,7 @@ class Settings:
     queued_lease: float = 3600.0
     max_refusals: int = 100
     eta_threshold: float | None = None
+    wait_replicas: int = 0
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -94,7 +97,7 @@ class Settings:
         return cls(
             service=_service(app, service or conf["dtimer_service"]),
             redis_url=_redis_url(app, conf["dtimer_redis_url"]),
-            redis_options=_options(conf["dtimer_redis_options"]),
+            redis_options=_options(app, conf),
             key_prefix=conf["dtimer_key_prefix"],
             heartbeat_interval=_seconds("dtimer_heartbeat_interval", conf),
             check_interval=_seconds("dtimer_check_interval", conf),
@@ -113,6 +116,7 @@ class Settings:
             queued_lease=_seconds("dtimer_queued_lease", conf),
             max_refusals=_whole("dtimer_max_refusals", conf, 1_000_000),
             eta_threshold=_threshold(conf["dtimer_eta_threshold"]),
+            wait_replicas=_whole("dtimer_wait_replicas", conf, 100),
         )
 
     def __post_init__(self) -> None:
@@ -147,6 +151,11 @@ class Settings:
         return self.instance_timeout / 3
 
     @property
+    def replicas_timeout(self) -> float:
+        """The seconds that a commit waits for its replicas."""
+        return min(_LONGEST_WAIT_FOR_REPLICAS, self.call_timeout / 2)
+
+    @property
     def give_up_after(self) -> float:
         """The seconds without a broker after which timers go to instances that have one."""
         return self.call_timeout
@@ -159,9 +168,12 @@ class Settings:
     @property
     def masked_url(self) -> str:
         """The Redis URL without user, password and options, fit to be shown."""
-        parts = urlsplit(self.redis_url)
-        secrets, at, place = parts.netloc.rpartition("@")
-        return f"{parts.scheme}://{'**' if secrets else ''}{at}{place}{parts.path}"
+        return urls.masked(self.redis_url)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Say whether the timers are on a Redis Cluster."""
+        return urls.is_cluster(self.redis_url)
 
 
 def check_shards(name: str, count: object) -> int:
@@ -266,12 +278,41 @@ def _seconds(name: str, conf: Mapping[str, Any], *, zero: bool = False) -> float
     return float(seconds)
 
 
-def _options(value: object) -> Mapping[str, Any]:
+def _options(app: Celery, conf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return redis-py's options: those of the broker first, where its URL is used."""
+    value = conf["dtimer_redis_options"]
     if not isinstance(value, Mapping):
         raise SettingsError(
             f"dtimer_redis_options is a {type(value).__name__}; expected a dict of redis-py options"
         )
-    return dict(value)
+    url = _redis_url(app, conf["dtimer_redis_url"])
+    options = {**_broker_options(app, url), **value}
+    if urls.is_sentinel(url) and not _is_name(options.get("master_name")):
+        raise SettingsError(
+            f"master_name={shown(options.get('master_name'))} is not accepted: "
+            "dtimer_redis_url leads to sentinels, which know servers by name; expected the name as "
+            'dtimer_redis_options["master_name"], or as broker_transport_options["master_name"] '
+            "where the broker's URL is used"
+        )
+    return options
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _broker_options(app: Celery, url: str) -> dict[str, Any]:
+    """Return what Celery's own settings say of a server, if it is the broker's."""
+    own = app.conf.get("dtimer_redis_url")
+    if own and own not in (app.conf.broker_write_url, app.conf.broker_url):
+        return {}
+    found: dict[str, Any] = {}
+    if urls.is_sentinel(url):
+        options = app.conf.broker_transport_options or {}
+        found = {name: options[name] for name in _SENTINEL_OPTIONS if name in options}
+    if isinstance(app.conf.broker_use_ssl, Mapping):
+        found.update({"ssl": True, **app.conf.broker_use_ssl})
+    return found
 
 
 def _service(app: Celery, name: object) -> str:
@@ -290,30 +331,21 @@ def _redis_url(app: Celery, url: object) -> str:
     name = "dtimer_redis_url" if url else "broker_url"
     url = url or app.conf.broker_write_url or app.conf.broker_url
     if isinstance(url, (list, tuple)):
-        url = url[0] if url else None
-    accepted = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        url = ";".join(map(str, url))
+    accepted = ", ".join(f"{scheme}://" for scheme in urls.SCHEMES)
     scheme = url.partition("://")[0] if isinstance(url, str) else url
-    if not isinstance(url, str) or scheme not in SCHEMES:
+    if not isinstance(url, str) or scheme not in urls.SCHEMES:
         raise SettingsError(
             "dtimer_redis_url is not set, or not usable: the timers need a Redis server, and "
             f"{name} has the scheme {shown(scheme)}; expected one of {accepted}"
         )
-    url = url.split(";")[0]
-    if not _is_url(url):
+    if name == "broker_url" and urls.is_cluster(url):
         raise SettingsError(
-            f"{name} can not be read as a URL; expected user name and password percent-encoded, "
-            "and numbers as port and database"
+            f"broker_url has the scheme {shown(scheme)}, which Celery can not use as a broker: "
+            "set dtimer_redis_url to it, and broker_url to a broker that Celery supports"
         )
+    url = urls.used_part(url)
+    problem = urls.problem(url)
+    if problem:
+        raise SettingsError(f"{name} can not be used as a URL; {problem}")
     return url
-
-
-def _is_url(url: str) -> bool:
-    """Say whether the parts of a URL are what they seem: a raw ``#`` or ``?`` moves them."""
-    try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises when it is no number
-    except ValueError:
-        return False
-    database = parts.path.strip("/")
-    is_tcp = parts.scheme in ("redis", "rediss")
-    return not parts.fragment and (not is_tcp or not database or database.isdigit())

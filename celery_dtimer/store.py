@@ -1,4 +1,4 @@
-"""Where the timers live: the only module that imports redis.
+"""Where the timers live: keys, scripts and replies.
 
 `Keys` names every key, the files in ``lua/`` are the transitions, and `Store` calls them and turns
 their answers into values and errors. Every call is one round trip, has a time limit, and is never
@@ -16,14 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
@@ -32,19 +31,16 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
-    ResponseError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
 
-from celery_dtimer import planning
+from celery_dtimer import connections, planning, urls
 from celery_dtimer.errors import (
     ConflictError,
     FencedError,
     InvalidTimerError,
-    SettingsError,
     StoreError,
     StoreUnavailableError,
     shown,
@@ -63,17 +59,16 @@ from celery_dtimer.model import (
 )
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.settings import Settings
-from celery_dtimer.timelimits import limited
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
 BATCH = 50
 _UPSERTS = 64  # timers that one call writes, for the same reason,
 _HANDED = 100  # and that one call gives to others
 _BATCH_BYTES = MAX_DEFINITION_BYTES
-_CONNECTIONS = 2  # that one store uses at once: a call is prepared while another is answered
 _CONFLICTS = 50  # times that a write is computed anew when others write the same timer
 _PAGE = 1000  # timers of the queue that are read at once
 _HISTORY_PAGE = 500  # entries that are read at once
+_WAIT_SHORT_MS = 10  # that a commit waits for replicas while the one before had too few
 _LONGEST_PAUSE = 0.05  # seconds between two of them
 
 _SCRIPTS = (
@@ -100,7 +95,7 @@ _SKIPPED = "skipped_"  # the fields that count runs which did not happen, follow
 
 # What a server answers that will serve later, or that is no longer the right one.
 _PASSING_IN_SCRIPT = re.compile(  # Redis before 7 wraps what a script ran into
-    r"(^|-)(BUSY|READONLY|OOM|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
+    r"(^|-)(BUSY|READONLY|OOM|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF) "
 )
 _FORBIDDEN_IN_SCRIPT = re.compile(  # as Redis 6, 7.0 and 7.2 say it
     r"(^|-)NOPERM |ACL failure in script|The user executing the script can't"
@@ -210,6 +205,15 @@ class Registration:
     epoch: int
     now_ms: int
     members: int
+    last_epoch: int = 0  #: that the server knew before; 0 when it knows nothing of the service
+
+
+class Replay(NamedTuple):
+    """What a server lacks of what was confirmed: what was sent in that time may be sent again."""
+
+    times: int = 0  #: how often that has happened in this registration
+    from_ms: int = 0
+    until_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,7 @@ class Heartbeat:
     next_expiry_ms: (
         int | None
     )  #: when another instance is dead, unless it is heard; 0: timers wait for an owner
+    replay: Replay = field(default_factory=Replay)  #: the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +435,7 @@ class Committed(NamedTuple):
     codes: list[int]
     errors: list[str]  #: of the refused pushes, in order
     turn: Turn | None
+    is_short: bool = False  #: it has reached fewer replicas than it was to
 
 
 class Cancelled(NamedTuple):
@@ -503,6 +509,7 @@ class Store:
         self._clock = clock
         self._client: Any = None
         self._lock = threading.Lock()
+        self._is_short = False  # the last commit had too few replicas
         self._declared_keys = [self.keys("meta"), self.keys("never")]
         self._kept = f"{round(settings.keep_finished * 1000)} {settings.history}"
         self._kept_by_commit = f"{self._kept} {settings.track_runs:d}"
@@ -514,7 +521,7 @@ class Store:
         """The Redis client, connected on first use; whoever uses its parts holds on to it."""
         with self._lock:
             if self._client is None:
-                self._client = connect(self.settings, self._timeout)
+                self._client = connections.connect(self.settings, self._timeout, self.keys("meta"))
             return self._client
 
     def close(self) -> None:
@@ -523,50 +530,59 @@ class Store:
             client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(RedisError, OSError):
-                client.connection_pool.disconnect()
+                client.drop()
 
     def _reconnect(self) -> None:
         """Let the next call look the server up anew; other threads finish what they do."""
-        if self.settings.redis_url.startswith("embedded:"):
+        if urls.is_embedded(self.settings.redis_url):
             with self._lock:
                 self._client = None  # its server may have to be started
         elif self._client is not None:
             with contextlib.suppress(RedisError, OSError):
-                self._client.connection_pool.disconnect(inuse_connections=False)
+                self._client.look_up_anew()
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return self._begin(name, *arguments)()
 
-    def _begin(self, name: str, *arguments: Any) -> Callable[[], Any]:
-        """Send the call of a script; return what waits for its answer."""
+    def _begin(
+        self, name: str, *arguments: Any, hear: Callable[[Any], None] | None = None
+    ) -> Callable[[], Any]:
+        """Send the call of a script; return what waits for its answer.
+
+        With ``hear``, which is told the answer, replicas are waited for behind the script.
+        """
         keys_and_arguments = self._arguments(name, arguments)
-        answer = self._send("EVALSHA", scripts()[name], 2, *keys_and_arguments)
+        waiting = [] if hear is None else [self._wait_for_replicas()]
+        answers = self._send(("EVALSHA", scripts()[name], 2, *keys_and_arguments), *waiting)
 
         def finish() -> Any:
             with self._errors():
-                try:
-                    value = answer()
-                except NoScriptError:
-                    value = self.client.eval(script_source(name), 2, *keys_and_arguments)
+                found = answers()
+                if isinstance(found[0], NoScriptError):
+                    found = self.client.begin(
+                        ("EVAL", script_source(name), 2, *keys_and_arguments), *waiting
+                    )()
+                value = _unless_error(found[0])
+            if hear is not None:
+                hear(found[1])
             return _checked(name, value)
 
         return finish
 
-    def _send(self, *command: Any) -> Callable[[], Any]:
-        """Send a command; return what waits for its answer, and raises redis-py's errors."""
+    def _send(self, *commands: tuple[Any, ...]) -> Callable[[], list[Any]]:
+        """Send commands; return what waits for their answers, which may be redis-py's errors."""
         with self._errors():
-            client = self.client
-            connection = _connection_of(client.connection_pool)
-            with _released_on_failure(client, connection):
-                connection.send_command(*command)
+            answers: Callable[[], list[Any]] = self.client.begin(*commands)
+        return answers
 
-        def finish() -> Any:
-            with _released_on_failure(client, connection):
-                answer = connection.read_response()
-            client.connection_pool.release(connection)
-            return answer
+    def _wait_for_replicas(self) -> tuple[Any, ...]:
+        """Return the command that waits for replicas: hardly, while too few are there."""
+        longest_ms = round(self.settings.replicas_timeout * 1000)
+        return "WAIT", self.settings.wait_replicas, _WAIT_SHORT_MS if self._is_short else longest_ms
 
-        return finish
+    def _hear_replicas(self, answer: Any) -> None:
+        """Note whether the last commit has reached its replicas; an error is no number of them."""
+        self._is_short = not isinstance(answer, int) or answer < self.settings.wait_replicas
 
     def _arguments(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         now = "" if self._clock is None else str(self._clock())
@@ -581,36 +597,65 @@ class Store:
         except (RedisConnectionError, RedisTimeoutError, OSError) as exc:
             self._reconnect()
             raise StoreUnavailableError(
-                f"Redis at {self.settings.masked_url} does not answer: {exc}"
+                f"Redis at {self.settings.masked_url} does not answer: {connections.described(exc)}"
             ) from exc
         except RedisError as exc:
             self._raise(exc)
 
     def _raise(self, exc: RedisError) -> NoReturn:
-        if is_passing(exc):
+        is_elsewhere = connections.is_redirection(exc)  # of a cluster: its slot is on its way
+        if is_passing(exc) or (is_elsewhere and self.settings.is_cluster):
             self._reconnect()  # the name may lead to another server by now
             raise StoreUnavailableError(
                 f"Redis at {self.settings.masked_url} can not serve now: {exc}"
+            ) from exc
+        if is_elsewhere:
+            raise StoreError(
+                f"Redis at {self.settings.masked_url} is a node of a cluster, and another one has "
+                "this service: its URL begins with redis+cluster:// or rediss+cluster://"
             ) from exc
         raise StoreError(f"Redis at {self.settings.masked_url} refused: {exc}") from exc
 
     # -- membership
 
-    def register(self, instance: str, fields: Mapping[str, str | int]) -> Registration:
-        """Register an instance and return its epoch; ``fields`` go to its hash."""
+    def register(
+        self, instance: str, fields: Mapping[str, str | int], *, former: int = 0
+    ) -> Registration:
+        """Register an instance and return its epoch; ``fields`` go to its hash.
+
+        The epoch that it has had before, if any, tells whether the server has lost that.
+        """
         settings = self.settings
         timings = (
             round(settings.heartbeat_interval * 1000),
             round(settings.instance_timeout * 1000),
         )
         flat = [value for pair in fields.items() for value in pair]
-        epoch, now_ms, members = self._call("register", instance, *timings, *flat)
-        return Registration(int(epoch), now_ms, members)
+        known = (former or "", settings.history)
+        answer = self._call("register", instance, *timings, *known, *flat)
+        epoch, now_ms, members, last_epoch = answer
+        return Registration(int(epoch), now_ms, members, int(last_epoch))
 
-    def heartbeat(self, instance: str, epoch: int) -> Heartbeat:
-        """Renew an instance's lease."""
-        now_ms, members, expiry = self._call("heartbeat", instance, epoch)
-        return Heartbeat(now_ms, members, _expiry(expiry))
+    def heartbeat(
+        self,
+        instance: str,
+        epoch: int,
+        *,
+        heartbeat_ms: int | None = None,
+        sequence: int | None = None,
+    ) -> Heartbeat:
+        """Renew an instance's lease.
+
+        Args:
+            instance: whose.
+            epoch: of its registration.
+            heartbeat_ms: of the last heartbeat that the server has confirmed,
+            sequence: and the number of the last commit: does it still know them?
+        """
+        confirmed = ("" if known is None else known for known in (heartbeat_ms, sequence))
+        answer = self._call("heartbeat", instance, epoch, *confirmed, self.settings.history)
+        now_ms, members, expiry, *replay = answer
+        return Heartbeat(now_ms, members, _expiry(expiry), Replay(*replay))
 
     def leave(self, instance: str, epoch: int, limit: int = _HANDED) -> Moved:
         """Hand over a batch of the instance's timers; the registration goes with the last."""
@@ -743,7 +788,8 @@ class Store:
         Args:
             instance: whose timers.
             epoch: of its registration.
-            sequence: the same number again returns the first answer and changes nothing.
+            sequence: 1, 2, … in each epoch; the same number again returns the first answer and
+                changes nothing.
             settlements: what was done; those with a message are pushed by this call.
             reading: how due timers are read afterwards; not at all without one.
             link: proves that this server is the broker's; without it nothing is pushed.
@@ -769,12 +815,13 @@ class Store:
         answer = self._begin(
             *("commit", instance, epoch, sequence, self._kept_by_commit),
             *(str(reading or ""), *self._proof(link), len(numbers), *targets, *entries),
+            hear=self._hear_replicas if self.settings.wait_replicas else None,
         )
-        return lambda: _committed(answer())
+        return lambda: _committed(answer())._replace(is_short=self._is_short)
 
     def _proof(self, link: Link | None) -> tuple[Any, ...]:
         """Return the arguments of a script that pushes: the timers' database, and the link."""
-        own = self.client.connection_pool.connection_kwargs.get("db") or 0
+        own = self.client.database
         if link is None:
             return own, "", "", ""
         return own, link.database, link.prefix + link.key, link.proof
@@ -789,11 +836,11 @@ class Store:
 
     def begin_definitions(self, ids: Sequence[str]) -> Callable[[], list[str | None]]:
         """Ask for the definitions of some ids; return what waits for them."""
-        answer = self._send("MGET", *(self.keys("timer_definition", id) for id in ids))
+        answers = self._send(("MGET", *(self.keys("timer_definition", id) for id in ids)))
 
         def finish() -> list[str | None]:
             with self._errors():
-                found: list[str | None] = answer()
+                found: list[str | None] = _unless_error(answers()[0])
             return found
 
         return finish
@@ -1470,31 +1517,18 @@ class Store:
                 pubsub.close()
 
 
+def _unless_error(answer: Any) -> Any:
+    if isinstance(answer, RedisError):
+        raise answer
+    return answer
+
+
 def _checked(name: str, answer: Any) -> Any:
     if answer == _FENCED:
         raise FencedError(f"{name}: the epoch is over")
     if answer == _ELSEWHERE and name in _PLACED:
         raise LayoutChangedError(f"{name}: the service is being given other shards")
     return answer
-
-
-def _connection_of(pool: Any) -> Any:
-    try:
-        return pool.get_connection()
-    except TypeError:  # before redis-py 5.3
-        return pool.get_connection("EVALSHA")
-
-
-@contextlib.contextmanager
-def _released_on_failure(client: Any, connection: Any) -> Iterator[None]:
-    """Give a connection back when a block fails: cut, unless it was an answer that failed it."""
-    try:
-        yield
-    except BaseException as exc:
-        if not isinstance(exc, ResponseError):
-            connection.disconnect()
-        client.connection_pool.release(connection)
-        raise
 
 
 def attempts(timer: str) -> Iterator[None]:
@@ -1508,47 +1542,6 @@ def attempts(timer: str) -> Iterator[None]:
         longest = min(_LONGEST_PAUSE, 0.001 * (2 ** min(attempt, 16) - 1))
         time.sleep(random.uniform(0, longest))  # noqa: S311 - spreads writers, keeps no secret
     raise ConflictError(f"timer {shown(timer)} was changed by others {_CONFLICTS} times meanwhile")
-
-
-def connect(settings: Settings, timeout: float) -> redis.Redis:
-    """Return a client with a time limit on every call and no retries of its own."""
-    url = settings.redis_url
-    if urlsplit(url).scheme == "embedded":
-        from celery_dtimer import embedded  # few need it, and it runs as a program of its own
-
-        url = embedded.resolve(url)
-    options: dict[str, Any] = {
-        "socket_timeout": timeout,
-        "socket_connect_timeout": timeout,
-        "health_check_interval": 30,
-        **settings.redis_options,
-        "retry": Retry(NoBackoff(), 0),
-        "decode_responses": True,
-        "encoding_errors": "backslashreplace",
-    }
-    try:
-        client: redis.Redis = redis.Redis.from_url(_redis_py_url(url), **options)
-        pool = client.connection_pool
-        pool.connection_class = limited(pool.connection_class)
-        pool.connection_class(**pool.connection_kwargs)  # an option it does not know shows here
-    except (TypeError, ValueError) as exc:
-        raise SettingsError(
-            f"dtimer_redis_options, or an option in dtimer_redis_url, is not what redis-py takes: "
-            f"{exc}"
-        ) from exc
-    if pool.max_connections < _CONNECTIONS:
-        raise SettingsError(
-            f"max_connections={pool.max_connections} of redis-py's options is too few: "
-            f"expected at least {_CONNECTIONS}"
-        )
-    return client
-
-
-def _redis_py_url(url: str) -> str:
-    """Return a URL as redis-py writes it: Celery's ``redis+socket:///path?virtual_host=1`` is ``unix:///path?db=1``."""
-    if url.startswith("redis+socket://"):
-        return "unix://" + url.removeprefix("redis+socket://").replace("virtual_host=", "db=")
-    return url
 
 
 @dataclass(frozen=True, slots=True)
@@ -1709,7 +1702,16 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
         sent=_number(row.get("sent", "")),
         skipped=_number(row.get("skipped", "")),
         refused=_number(row.get("refused", "")),
+        replays=_number(row.get("replays", "")),
+        replayed_from=_moment(row.get("replayed_from", "")),
+        replayed_until=_moment(row.get("replayed_until", "")),
+        unreplicated=_number(row.get("unreplicated", "")),
     )
+
+
+def _moment(text: str) -> datetime | None:
+    moment_ms = maybe_whole(text)
+    return None if moment_ms is None else to_datetime(moment_ms)
 
 
 def _number(text: str) -> int:

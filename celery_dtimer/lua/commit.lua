@@ -1,6 +1,7 @@
 -- Settle what an instance has done with its due timers, each one only if it is still as it was read; then read the next.
 -- KEYS[1] meta   KEYS[2] never
--- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] sequence number of this call
+-- ARGV[1] now or ""   ARGV[2] instance id   ARGV[3] epoch   ARGV[4] sequence number of this call: 1, 2, … in each epoch. What lacks
+--   in between was lost by a failover, and is noted
 -- ARGV[5] with blanks in between: ms that a finished timer is kept, entries that the history keeps, 1 when workers note the
 --   ends of runs, else 0
 -- ARGV[6] how the due timers are read afterwards: see read_due() (prelude.lua); "" not at all
@@ -45,6 +46,7 @@ local last = live and fields(instance, 'commit_sequence', 'commit_answer') or {}
 local next_due = function()
   return how ~= '' and read_due(id, how) or {}
 end
+local lacks_commits = live and number(last[1], 0) < number(sequence, 0) - 1
 if last[1] == sequence then
   return {last[2], next_due()}
 end
@@ -350,7 +352,11 @@ end
 send_wake_ups()
 table.insert(errors, 1, table.concat(codes, ' '))
 local answer = table.concat(errors, '\n')
-call('HSET', instance, 'commit_sequence', sequence, 'commit_answer', answer)
+if lacks_commits then
+  note_replay(id, last_known(id), kept_history)
+  call('HSET', instance, 'replay_noted', '1')
+end
+call('HSET', instance, 'commit_sequence', sequence, 'commit_answer', answer, 'committed_at', whole(NOW))
 for name, by in pairs({sent = counts.run, skipped = passed, refused = counts.refused}) do
   if by > 0 then
     call('HINCRBY', instance, name, by)

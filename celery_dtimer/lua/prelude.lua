@@ -203,6 +203,24 @@ local function write_history(instance, cap)
   end
 end
 
+-- Note that this server lacks what an instance knows to have been confirmed: another one has failed over to it, or it came
+-- back without its last writes. What was sent since the moment `from`, of which it knows, may be sent again.
+local function note_replay(id, from, cap)
+  local instance, until_ms = key('instance', id), whole(math.max(NOW, from))
+  redis.call('HINCRBY', instance, 'replays', 1)
+  redis.call('HSET', instance, 'replayed_from', whole(from), 'replayed_until', until_ms)
+  if cap ~= '0' then
+    redis.pcall('XADD', HISTORY, 'MAXLEN', '~', cap, entry_id(HISTORY), 'instance', id, 'replayed',
+      whole(from) .. ' ' .. until_ms)
+  end
+end
+
+-- The newest moment of which this server knows that an instance has written something.
+local function last_known(id)
+  local row = fields(key('instance', id), 'heartbeat_at', 'committed_at')
+  return math.max(number(row[1], 0), number(row[2], 0))
+end
+
 local woken = {}
 
 -- Remember to wake an instance; a wake-up is a hint, a safety check stands behind it.

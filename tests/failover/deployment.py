@@ -212,6 +212,13 @@ class Deployment:
             self._reader = QueueReader(self.broker.url, self.queue)
         return self._reader.ledger
 
+    def read_from(self, url: str) -> Ledger:
+        """Watch the queue on another server from now on, and return a new ledger."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = QueueReader(url, self.queue)
+        return self._reader.ledger
+
     @property
     def ledger(self) -> Ledger:
         """The runs that reached the broker."""

@@ -70,7 +70,7 @@ class Service:
         self.store = Store(self.settings, clock=self.clock)
         self.keys = self.store.keys
         self.is_damaged = False  #: set by a test that leaves inconsistent keys on purpose
-        self._sequence = 0
+        self._sequences: dict[tuple[str, int], int] = {}  # of each epoch's last commit
 
     @cached_property
     def shards(self) -> Shards:
@@ -197,10 +197,13 @@ class Service:
         (timer,) = self.due(instance, epoch)
         return timer
 
-    def commit(self, instance: str, epoch: int, *settlements: Settlement) -> list[int]:
-        """Commit under a new sequence number; return the codes."""
-        self._sequence += 1
-        return self.store.commit(instance, epoch, self._sequence, settlements).codes
+    def commit(
+        self, instance: str, epoch: int, *settlements: Settlement, at: int | None = None
+    ) -> list[int]:
+        """Commit under the next sequence number of the epoch, or another; return the codes."""
+        sequence = at or self._sequences.get((instance, epoch), 0) + 1
+        self._sequences[instance, epoch] = sequence
+        return self.store.commit(instance, epoch, sequence, settlements).codes
 
     def ran(self, timer: DueTimer, every: float = 10) -> Settlement:
         """Return what is committed for a run of an interval timer."""
@@ -294,6 +297,7 @@ class Beat:
         self.bound: dict[str, Definition] = {}
         self.may_send = True
         self.progress = 0
+        self.committed: list[tuple[int, int, bool]] = []
         self.instance = instance
         self.dispatcher = Dispatcher(
             self.store,
@@ -301,6 +305,7 @@ class Beat:
             bound=self.bound,
             may_send=lambda _: self.may_send,
             on_progress=self._count_progress,
+            on_commit=lambda *told: self.committed.append(told),
             clock=seconds,
         )
         self.register()

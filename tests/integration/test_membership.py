@@ -103,9 +103,9 @@ def test_a_lease_counts_from_the_start_of_its_request(
     started = member.seconds()
     answer = Store.heartbeat
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **known: Any) -> Any:
         member.service.clock.advance(4)
-        return answer(*args)
+        return answer(*args, **known)
 
     monkeypatch.setattr(Store, "heartbeat", slow)
     member.step()
@@ -145,7 +145,7 @@ def test_an_unreachable_redis_lets_the_lease_run_out(
     member.step()
     lease = member.lease
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise StoreUnavailableError("down")
 
     monkeypatch.setattr(Store, "heartbeat", fail)
@@ -509,8 +509,8 @@ def test_a_report_of_an_epoch_that_is_over_waits_for_the_next_one(
     old = member.lease.epoch
     answer = Store.heartbeat
 
-    def and_registered_by_another(store: Store, instance: str, epoch: int) -> Any:
-        answered = answer(store, instance, epoch)
+    def and_registered_by_another(store: Store, *args: Any, **known: Any) -> Any:
+        answered = answer(store, *args, **known)
         member.service.join("a")
         return answered
 

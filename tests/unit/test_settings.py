@@ -67,6 +67,7 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_queued_lease": 70,
         "dtimer_max_refusals": 3,
         "dtimer_eta_threshold": 60,
+        "dtimer_wait_replicas": 2,
     }
     policies = {"dtimer_coalesce", "dtimer_misfire_grace_time", "dtimer_max_catch_up"}
     assert values.keys() == defaults().keys() - policies
@@ -152,6 +153,7 @@ BAD: list[tuple[str, Any]] = [
     *(("dtimer_misfire_grace_time", value) for value in (0, 0.5, -1, "60", True, 1e12)),
     *(("dtimer_max_catch_up", value) for value in (-1, 1.5, True, None, 10_001)),
     *(("beat_cron_starting_deadline", value) for value in ("60", float("inf"), -5, True)),
+    *(("dtimer_wait_replicas", value) for value in (-1, 1.5, True, None, 101)),
     *(("dtimer_history", value) for value in (-1, 1.5, True, None)),
     *(("dtimer_eta_threshold", value) for value in (-1, "60", True, math.nan, math.inf)),
     *(("dtimer_heartbeat_interval", value) for value in NOT_SECONDS),
@@ -169,6 +171,12 @@ BAD: list[tuple[str, Any]] = [
     ("dtimer_redis_url", 6379),
     ("dtimer_redis_url", "redis://host:port/0"),
     ("dtimer_redis_url", "redis://[bad/0"),
+    ("dtimer_redis_url", "redis+cluster://a:1,b:port"),
+    ("dtimer_redis_url", "redis+cluster://a:1,b:2/1"),
+    ("dtimer_redis_url", "redis+cluster://"),
+    ("dtimer_redis_url", "sentinel://a:1;sentinel://b:port"),
+    ("dtimer_redis_url", "sentinel://a:1;redis://b:2"),
+    ("dtimer_redis_url", "sentinel://"),
 ]
 
 
@@ -218,12 +226,19 @@ SECRETS = ["alice", "pa55word", "queried"]
         ("redis://[::1]:6379/0?client_name=queried", "redis://[::1]:6379/0"),
         ("redis+socket:///run/redis.sock?password=queried", "redis+socket:///run/redis.sock"),
         ("unix://alice:pa55word@/run/redis.sock", "unix://**@/run/redis.sock"),
+        (
+            "sentinel://:pa55word@a;sentinel://:pa55word@b:2/3",
+            "sentinel://**@a;sentinel://**@b:2/3",
+        ),
+        ("sentinel://a:1;alice:pa55word@b:2", "sentinel://a:1;sentinel://**@b:2"),
+        ("redis+cluster://alice:pa55word@a:1,b:2/0", "redis+cluster://**@a:1,b:2/0"),
+        ("rediss+cluster://a:1,b:2?password=queried", "rediss+cluster://a:1,b:2"),
         ("embedded:///data", "embedded:///data"),
         ("embedded://", "embedded://"),
     ],
 )
 def test_the_url_that_is_shown_has_no_secrets(url: str, shown: str) -> None:
-    settings = settings_of(dtimer_redis_url=url)
+    settings = settings_of(dtimer_redis_url=url, dtimer_redis_options={"master_name": "queried"})
     assert settings.masked_url == shown
     assert not [secret for secret in SECRETS if secret in repr(settings)]
 
@@ -261,3 +276,50 @@ def test_a_database_is_a_number() -> None:
     with pytest.raises(SettingsError, match="numbers as port and database"):
         settings_of(dtimer_redis_url="redis://localhost/abc")
     assert settings_of(dtimer_redis_url="redis://localhost/15").redis_url.endswith("/15")
+
+
+SENTINELS = "sentinel://:secret@a:1/2;sentinel://b:2"
+MASTER = {"master_name": "timers"}
+
+
+def test_the_sentinels_of_the_broker_keep_the_timers_too() -> None:
+    options = {**MASTER, "sentinel_kwargs": {"password": "x"}, "visibility_timeout": 7}
+    settings = settings_of(broker=SENTINELS, broker_transport_options=options)
+    assert settings.redis_url == SENTINELS
+    assert settings.redis_options == {**MASTER, "sentinel_kwargs": {"password": "x"}}
+    assert settings_of(broker=SENTINELS.split(";"), broker_transport_options=MASTER) == settings_of(
+        broker=SENTINELS, broker_transport_options=MASTER
+    )
+
+
+def test_the_brokers_options_are_not_those_of_another_server() -> None:
+    conf = {"broker_transport_options": MASTER, "broker_use_ssl": {"ssl_ca_certs": "ca"}}
+    own = {"dtimer_redis_options": {"master_name": "own"}}
+    settings = settings_of(broker=SENTINELS, dtimer_redis_url="sentinel://c", **conf, **own)
+    assert settings.redis_options == {"master_name": "own"}
+    with pytest.raises(SettingsError, match="master_name=None"):
+        settings_of(broker=SENTINELS, dtimer_redis_url="sentinel://c", **conf)
+
+
+def test_the_brokers_tls_holds_where_its_url_does() -> None:
+    conf = {"broker_use_ssl": {"ssl_ca_certs": "ca", "ssl_cert_reqs": "required"}}
+    expected = {"ssl": True, **conf["broker_use_ssl"]}
+    assert settings_of(**conf).redis_options == expected
+    assert settings_of(dtimer_redis_url=URL, **conf).redis_options == expected
+    assert settings_of(dtimer_redis_url="rediss://other", **conf).redis_options == {}
+    own = settings_of(dtimer_redis_options={"ssl_ca_certs": "own"}, **conf)
+    assert own.redis_options == {**expected, "ssl_ca_certs": "own"}
+    assert settings_of(broker_use_ssl=True).redis_options == {}
+
+
+@pytest.mark.parametrize("name", [None, "", 7])
+def test_a_master_of_sentinels_has_a_name(name: Any) -> None:
+    with pytest.raises(SettingsError, match=f"master_name={name!r} is not accepted") as caught:
+        settings_of(broker=SENTINELS, broker_transport_options={"master_name": name})
+    assert "secret" not in str(caught.value)
+
+
+def test_a_cluster_is_no_broker() -> None:
+    with pytest.raises(SettingsError, match=r"broker_url .*'redis\+cluster'.* as a broker"):
+        settings_of(broker="redis+cluster://a:1,b:2")
+    assert settings_of(dtimer_redis_url="redis+cluster://a:1,b:2").is_cluster
