@@ -9,6 +9,7 @@ timers = DistributedTimer(app)
 from celery_dtimer.countdowns import PendingTask
 from celery_dtimer.errors import (
     ConflictError,
+    DamagedError,
     DistributedTimerError,
     EmbeddedServerError,
     FencedError,
@@ -28,6 +29,7 @@ from celery_dtimer.worker import CallbackTimer
 __all__ = [
     "CallbackTimer",
     "ConflictError",
+    "DamagedError",
     "DeadLetter",
     "DistributedScheduler",
     "DistributedTimer",

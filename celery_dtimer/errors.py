@@ -10,7 +10,8 @@
     ├── FencedError               the instance's epoch is over
     ├── EmbeddedServerError       the embedded server could not be used
     └── StoreError                Redis refused
-        └── StoreUnavailableError     Redis could not be reached in time
+        ├── StoreUnavailableError     Redis could not be reached in time
+        └── DamagedError              a key was edited into something else
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class StoreError(DistributedTimerError):
 
 class StoreUnavailableError(StoreError):
     """Redis could not be reached, or did not answer in time."""
+
+
+class DamagedError(StoreError):
+    """A key of the service was edited into something of another type; a live beat repairs it."""
 
 
 _SHOWN = 80  # characters of a wrong value that a message repeats

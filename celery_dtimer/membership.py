@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from celery.utils.dispatch import Signal
 
 from celery_dtimer.errors import (
+    DamagedError,
     DistributedTimerError,
     FencedError,
     StoreError,
@@ -43,6 +44,7 @@ from celery_dtimer.errors import (
 from celery_dtimer.faults import point
 from celery_dtimer.model import Lease
 from celery_dtimer.runs import LostRuns
+from celery_dtimer.scrubbing import PARTS, Scrubber
 from celery_dtimer.settings import Settings
 from celery_dtimer.signals import failover, instance_joined, instance_left, tell
 from celery_dtimer.store import BATCH, Heartbeat, Moved, Store
@@ -141,7 +143,8 @@ class Membership:
         self._refused_epoch = 0
         self._stalled_after = clock() + self._settings.call_timeout
         self._next_check = 0.0
-        self._scrub_position = 0
+        self._scrubber = Scrubber(store)
+        self._can_scrub = True
         self._lost = LostRuns(store)
         self._heard = 0.0, 0  # when the last heartbeat was sent, and the server's time then
         self._look_for_lost_after = 0.0
@@ -173,6 +176,11 @@ class Membership:
         self._refused_epoch = max(self._refused_epoch, epoch)
         self.attention.set()
 
+    def report_damage(self) -> None:
+        """Note that a key is of another type: it is looked for at once."""
+        self._next_check = 0.0
+        self.attention.set()
+
     def report_dispatch(self, mode: str, reason: str) -> None:
         """Note the mode of dispatch that is in force, and why."""
         with self._reporting:
@@ -196,6 +204,15 @@ class Membership:
         Raises:
             StoreError: Redis did not answer, or refused; the lease runs out by itself.
         """
+        try:
+            return self._step()
+        except DamagedError:
+            if not self._scrubber.mend():
+                raise
+            self._next_check = 0.0
+            return 0.0
+
+    def _step(self) -> float:
         if self._is_stalled():
             return self._settings.heartbeat_interval / 4
         heartbeat = self._renew()
@@ -396,12 +413,8 @@ class Membership:
         lease = self._lease
         if lease is None:
             return
+        lease = self._scrub(lease)
         self._store.purge()
-        self._scrub_position, repairs = self._store.scrub(
-            lease.instance, lease.epoch, self._scrub_position
-        )
-        for timer, wrong in repairs:
-            logger.error("Timer %s was stored inconsistently (%s): repaired", timer, wrong)
         if self._clock() < self._look_for_lost_after:
             return
         try:
@@ -411,6 +424,29 @@ class Membership:
             raise
         except StoreError as exc:  # edited by hand: nothing else is to wait for it
             logger.error("Lost runs can not be looked for: %s", exc)
+
+    def _scrub(self, lease: Lease) -> Lease | None:
+        """Look at a part of what is stored, at all of it where something is wrong."""
+        current: Lease | None = lease
+        is_damaged = False
+        try:
+            for _ in range(PARTS):
+                if current is not None:
+                    is_damaged = self._scrubber.step(current) or is_damaged
+                if current is None or not is_damaged or self._scrubber.is_through:
+                    break
+                current = self._kept_lease()
+        except StoreUnavailableError:
+            raise
+        except StoreError as exc:  # for lack of a permission, say: nothing else is to wait for it
+            if self._can_scrub:
+                logger.error("What is stored can not be looked through: %s", exc)
+            self._can_scrub = False
+        else:
+            self._can_scrub = True
+        if is_damaged:
+            self.attention.set()  # what has no owner by now is to get one
+        return current
 
 
 class MembershipThread(threading.Thread):

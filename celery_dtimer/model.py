@@ -474,6 +474,9 @@ class TimerState:
 #: The reason of a timer that is stopped because it has no run left.
 FINISHED = "finished"
 
+#: What the reason of a timer begins with that is broken because of what was edited by hand.
+DAMAGED = "damaged: "
+
 
 @dataclass(frozen=True, slots=True)
 class Timer:

@@ -25,6 +25,7 @@ from celery_dtimer.atomic import ATOMIC, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass
 from celery_dtimer.errors import (
+    DamagedError,
     DistributedTimerError,
     FencedError,
     SettingsError,
@@ -107,6 +108,8 @@ class Loop:
             self._store_failures += 1
             if self._store_failures == 1:
                 logger.warning("Dispatch waits: %s", exc)
+            if isinstance(exc, DamagedError):
+                self._membership.report_damage()
             return self._backing_off(self._store_failures)
         self._store_failures = 0
         self._say_sent(lease, done.sent)

@@ -42,6 +42,7 @@ from redis.retry import Retry
 from celery_dtimer import planning
 from celery_dtimer.errors import (
     ConflictError,
+    DamagedError,
     FencedError,
     InvalidTimerError,
     SettingsError,
@@ -74,13 +75,16 @@ _CONFLICTS = 50  # times that a write is computed anew when others write the sam
 _PAGE = 1000  # timers of the queue that are read at once
 _HISTORY_PAGE = 500  # entries that are read at once
 _LONGEST_PAUSE = 0.05  # seconds between two of them
+_SCRUBBED = 100  # timers, or runs, that are looked at with one call
+_SCANNED = 100  # keys that are passed with one call
 
 _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
     *("report", "give_up", "steal", "rezoned"),
     *("upsert", "delete", "pause", "resume", "stop", "trigger"),
     *("hold", "cancel"),
-    *("due", "commit", "linked", "purge", "scrub"),
+    *("due", "commit", "linked", "purge"),
+    *("mend", "scrub", "scrub_runs", "vanished", "restore"),
     *("run_started", "run_ended", "renew_runs", "open_runs", "close_runs", "lose"),
     "revoke_runs",
     *("requeue", "purge_dead"),
@@ -94,6 +98,7 @@ _SKIPPED = "skipped_"  # the fields that count runs which did not happen, follow
 _PASSING_IN_SCRIPT = re.compile(  # Redis before 7 wraps what a script ran into
     r"(^|-)(BUSY|READONLY|OOM|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
 )
+_WRONG_TYPE = re.compile(r"(^|-|\s)WRONGTYPE ")  # likewise
 _FORBIDDEN_IN_SCRIPT = re.compile(  # as Redis 6, 7.0 and 7.2 say it
     r"(^|-)NOPERM |ACL failure in script|The user executing the script can't"
 )
@@ -216,6 +221,25 @@ class Moved:
     busy: bool = False
     next_expiry_ms: int | None = None
     reaped: tuple[str, ...] = ()
+
+
+class Repair(NamedTuple):
+    """Something that was put right."""
+
+    what: str  #: a timer, or another part of the name of its key
+    id: str
+    wrong: str  #: what was wrong, and what was done
+
+
+class Vanished(NamedTuple):
+    """A static timer that is not there as it was written."""
+
+    id: str
+    code: int  #: of ``vanished.lua``
+
+
+#: The codes of ``vanished.lua``.
+GONE, UNDEFINED, BROKEN = 1, 2, 3
 
 
 class DueTimer(NamedTuple):
@@ -551,6 +575,12 @@ class Store:
             raise StoreUnavailableError(
                 f"Redis at {self.settings.masked_url} can not serve now: {exc}"
             ) from exc
+        if _WRONG_TYPE.search(str(exc)):
+            raise DamagedError(
+                f"Redis at {self.settings.masked_url} refused, since a key of service "
+                f"{self.settings.service} was edited into something of another type; a beat that "
+                f"runs repairs it: {exc}"
+            ) from exc
         raise StoreError(f"Redis at {self.settings.masked_url} refused: {exc}") from exc
 
     # -- membership
@@ -642,12 +672,91 @@ class Store:
         """Remove one-shots that ran long enough ago; return how many."""
         return int(self._call("purge", limit))
 
+    def mend(self) -> list[tuple[str, str, str]]:
+        """Remove keys of a wrong type; return what each was, its id or "", and its type."""
+        return _threes(self._call("mend"))
+
     def scrub(
-        self, instance: str, epoch: int, position: int, limit: int = BATCH
-    ) -> tuple[int, list[tuple[str, str]]]:
-        """Repair a window of the queue; return where to go on, and what was wrong with whom."""
-        following, *repairs = self._call("scrub", instance, epoch, position, limit)
-        return following, list(zip(repairs[::2], repairs[1::2], strict=True))
+        self,
+        instance: str,
+        epoch: int,
+        position: str = "",
+        limit: int = _SCRUBBED,
+        keys: Sequence[tuple[str, str]] = (),
+    ) -> tuple[str, list[Repair]]:
+        """Put timers right; return where to go on, "" at the end, and what was repaired.
+
+        Args:
+            instance: whoever does it,
+            epoch: of its registration.
+            position: where to go on, "" at the beginning.
+            limit: so many timers of the lists are looked at.
+            keys: what `keys_from` has come upon, which is looked at too.
+        """
+        keep_ms = round(self.settings.keep_finished * 1000)
+        flat = [part for pair in keys for part in pair]
+        following, *found = self._call("scrub", instance, epoch, position, limit, keep_ms, *flat)
+        return following, [Repair(*each) for each in _threes(found)]
+
+    def scrub_runs(
+        self, instance: str, epoch: int, position: str = "0", limit: int = _SCRUBBED
+    ) -> tuple[str, list[Repair]]:
+        """Put runs that are out right; return where to go on, "0" at the end, and the repairs."""
+        lease_ms = round(self.settings.run_lease * 1000)
+        following, *found = self._call("scrub_runs", instance, epoch, position, limit, lease_ms)
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return following, [Repair("running", id, wrong) for id, wrong in pairs]
+
+    def keys_from(self, cursor: int, limit: int = _SCANNED) -> tuple[int, list[tuple[str, str]]]:
+        """Pass some keys of the server; return where to go on, 0 at the end, and what was found.
+
+        That is, of the service's keys, what they are and the id in them. Of a cluster, whose nodes
+        have keys of their own, nothing is told.
+        """
+        pattern = re.compile(f"{re.escape(self.settings.key_prefix)}([a-z_]+):{self._tag}:(.+)")
+        with self._errors():
+            found = self.client.scan(cursor, match=self._glob, count=limit)
+        following, names = found
+        if isinstance(following, dict):
+            return 0, []
+        matches = map(pattern.fullmatch, names)
+        return int(following), [(match[1], match[2]) for match in matches if match]
+
+    @property
+    def _tag(self) -> str:
+        return re.escape(f"{{{encode_name(self.settings.service)}}}")
+
+    @property
+    def _glob(self) -> str:
+        """The pattern of the service's keys that have an id, as SCAN takes it."""
+        special = re.compile(r"[][*?\\^]")
+        prefix, service = (
+            special.sub(lambda found: "\\" + found[0], text)
+            for text in (self.settings.key_prefix, encode_name(self.settings.service))
+        )
+        return f"{prefix}*:{{{service}}}:*"
+
+    def vanished(
+        self, instance: str, epoch: int, timers: Iterable[tuple[str, str, int | None]]
+    ) -> list[Vanished]:
+        """Return those of some static timers that are not there as they were written.
+
+        Args:
+            instance: whoever asks,
+            epoch: of its registration.
+            timers: id, revision, and length of the definition; None for one that can not be read.
+        """
+        flat = [part for id, revision, size in timers for part in (id, revision, _text(size))]
+        found = self._call("vanished", instance, epoch, *flat)
+        return [Vanished(id, code) for id, code in zip(found[::2], found[1::2], strict=True)]
+
+    def restore(self, instance: str, epoch: int, definitions: Sequence[Definition]) -> int:
+        """Write definitions of timers again that are of their revision; return how many."""
+        restored = 0
+        for batch in _sized_chunks(definitions, _size_of, _BATCH_BYTES, _UPSERTS):
+            flat = [part for each in batch for part in (each.id, each.revision, each.blob)]
+            restored += sum(self._call("restore", instance, epoch, *flat))
+        return restored
 
     def instances(self) -> list[Instance]:
         """Return the registered instances, oldest first."""
@@ -1539,6 +1648,14 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
         skipped=_number(row.get("skipped", "")),
         refused=_number(row.get("refused", "")),
     )
+
+
+def _threes(flat: Sequence[str]) -> list[tuple[str, str, str]]:
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)
 
 
 def _number(text: str) -> int:

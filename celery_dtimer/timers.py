@@ -95,6 +95,7 @@ class Counts(NamedTuple):
 
     sent: int
     skips: dict[str, int]  #: runs that did not happen, by reason
+    repaired: int = 0  #: how often something was put right that was damaged
 
 
 class DistributedTimer:
@@ -613,7 +614,7 @@ class DistributedTimer:
             for reason in planning.REASONS
             if f"skipped_{reason}" in found
         }
-        return Counts(found.get("sent", 0), skips)
+        return Counts(found.get("sent", 0), skips, found.get("repaired", 0))
 
     # ------------------------------------------------------------ runs
 
@@ -944,6 +945,8 @@ class DistributedTimer:
 
     def delete_timer(self, timer: str) -> None:
         """Delete a timer, with its pending triggers.
+
+        A static timer is written again by the beats that declare it: stop it instead.
 
         Raises:
             TimerNotFoundError: there is none.

@@ -34,6 +34,7 @@
 -- A call with the number of the last one (its reply was lost) gets its codes, and changes nothing.
 -- Worst case: O(timers of the call * log timers), and their messages.
 
+check_types()
 local call = redis.call
 local id, sequence, how = ARGV[2], ARGV[4], ARGV[6]
 local keep, kept_history, tracked = string.match(ARGV[5], '^(%d+) (%d+) ([01])$')

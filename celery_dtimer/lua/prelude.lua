@@ -10,6 +10,7 @@
 local PREFIX, TAG = string.match(KEYS[1], '^(.-)meta:({[^}]*})$')
 local UNASSIGNED = 'unassigned'
 local FENCED, BUSY, UNLINKED = -1, -2, -3
+local DAMAGED = 'damaged: ' -- begins the reason of a timer that is broken because of what was edited, not of what it is
 local LAST_MS = 253402300799999 -- the last moment that can be shown, in the year 9999
 
 local function key(what, id)
@@ -50,6 +51,12 @@ local function server_time()
 end
 
 local NOW, MICROS = server_time()
+
+-- Raise Redis' own error when what nearly every transition writes to is of another type: before a first write, not half way.
+local function check_types()
+  redis.call('ZCARD', QUEUE)
+  redis.call('ZCARD', INACTIVE)
+end
 
 -- Says whether a timer is a durable countdown: nothing is left of it, in the history neither, once it was sent.
 local function is_countdown(id)
@@ -239,7 +246,7 @@ end
 -- Take a timer out of the queue and from its owner.
 local function unschedule(id, owner)
   redis.call('ZREM', QUEUE, id)
-  redis.call('ZREM', key('instance_timers', owner or UNASSIGNED), id)
+  redis.pcall('ZREM', key('instance_timers', owner or UNASSIGNED), id)
 end
 
 -- Put an existing timer aside: paused, stopped or broken.
@@ -278,7 +285,7 @@ local function keep_lease(task, timer, expiry, deadline)
     expiry = math.min(deadline, expiry)
   end
   redis.call('ZADD', RUN_LEASES, whole(expiry), task)
-  redis.call('ZADD', key('open_runs', timer), 'XX', whole(expiry), task)
+  redis.pcall('ZADD', key('open_runs', timer), 'XX', whole(expiry), task)
 end
 
 local function drop_lease(task)
@@ -445,24 +452,37 @@ end
 
 -- Remove a timer with its pending triggers.
 local function erase_family(id)
-  for _, trigger in ipairs(redis.call('SMEMBERS', key('triggers', id))) do
+  local triggers = redis.pcall('SMEMBERS', key('triggers', id))
+  for _, trigger in ipairs(triggers.err and {} or triggers) do
     erase(trigger)
   end
   redis.call('DEL', key('triggers', id))
   erase(id)
 end
 
--- Remove what is left of a timer whose hash is gone, or is something else; whoever declares it writes it again.
+-- Remove what is left of a timer whose hash is gone; set it aside as broken if something else is in the hash's place, or no
+-- status in it. Whoever declares it writes it again.
 local function bury(id)
+  local timer = key('timer', id)
+  local kind = redis.call('TYPE', timer).ok
   unschedule(id, UNASSIGNED)
-  redis.call('ZREM', INACTIVE, id)
-  redis.call('DEL', key('timer', id), key('timer_definition', id))
   for _, instance in ipairs(registered()) do
     redis.call('ZREM', key('instance_timers', instance.id), id)
     local source = fields(key('instance', instance.id), 'source')[1]
     if source then
-      redis.call('SREM', key('static_timers', source), id)
+      redis.pcall('SREM', key('static_timers', source), id)
     end
+  end
+  if kind == 'none' or is_countdown(id) or fields(timer, 'parent')[1] then
+    redis.call('ZREM', INACTIVE, id)
+    redis.call('DEL', timer, key('timer_definition', id))
+  else
+    if kind ~= 'hash' then
+      redis.call('DEL', timer)
+    end
+    local row = fields(timer, 'revision', 'created')
+    redis.call('HSET', timer, 'revision', row[1] or '-', 'created', whole(number(row[2], NOW)))
+    set_aside(id, nil, 'broken', DAMAGED .. (kind == 'hash' and 'its state had no status' or 'its state was a ' .. kind))
   end
   redis.call('HINCRBY', META, 'members', 1)
 end
