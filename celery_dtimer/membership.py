@@ -38,6 +38,7 @@ from celery_dtimer.errors import (
     DamagedError,
     DistributedTimerError,
     FencedError,
+    SchemaError,
     StoreError,
     StoreUnavailableError,
 )
@@ -202,6 +203,7 @@ class Membership:
         """Register or send a heartbeat, then look for the dead; return the seconds to wait.
 
         Raises:
+            SchemaError: what is stored is of a newer version; this instance does nothing.
             StoreError: Redis did not answer, or refused; the lease runs out by itself.
         """
         try:
@@ -211,6 +213,9 @@ class Membership:
                 raise
             self._next_check = 0.0
             return 0.0
+        except SchemaError:
+            self._lease = None  # a newer version has taken over: nothing is to be touched
+            raise
 
     def _step(self) -> float:
         if self._is_stalled():

@@ -29,11 +29,16 @@ from typing import Any, Literal, NamedTuple
 from kombu.utils import json
 
 from celery_dtimer import schedules
-from celery_dtimer.errors import InvalidTimerError, invalid, shown
+from celery_dtimer.errors import InvalidTimerError, NewerError, invalid, shown
 from celery_dtimer.options import CANVAS_KINDS
 from celery_dtimer.policy import PLAIN, Policy, decode_policy
 
 Status = Literal["active", "paused", "stopped", "broken"]
+
+#: The newest schema that this version reads and writes: the number of what is stored's format.
+#: Raise it with a change that a version before would take for something else, or for damage, and
+#: have the definitions that need it say so in their ``schema``: see the design.
+SCHEMA = 1
 
 #: The owner of the timers that nobody owns.
 UNASSIGNED = "unassigned"
@@ -272,8 +277,8 @@ def decode_definition(blob: str) -> Definition:
     """Return the definition stored in a blob.
 
     Raises:
-        InvalidTimerError: the blob is not a definition (edited by hand, or written by another
-            version).
+        NewerError: it was written by a newer version.
+        InvalidTimerError: the blob is not a definition: it was edited by hand.
     """
     try:
         content = _loads(blob)
@@ -281,6 +286,7 @@ def decode_definition(blob: str) -> Definition:
         raise InvalidTimerError(f"the stored definition is not JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise InvalidTimerError(f"the stored definition is {shown(content)}, not an object")
+    _check_schema(content)
     if "message" in content:
         return _decoded_countdown(content)
     schedule = schedules.decode(content.get("schedule"))
@@ -300,6 +306,36 @@ def decode_definition(blob: str) -> Definition:
         )
     except KeyError as exc:
         raise InvalidTimerError(f"the stored definition lacks {exc}") from exc
+
+
+_KNOWN = frozenset(
+    {
+        *("name", "task", "schedule", "args", "kwargs", "options", "description", "code_bound"),
+        *("zone_of", "message", "schema", _CUT),
+        *Policy.__slots__,
+    }
+)
+
+
+def _check_schema(content: Mapping[str, Any]) -> None:
+    """Refuse what a newer version has written, before something is read into it.
+
+    Raises:
+        NewerError: it needs a newer schema, or has a field that nothing is known of.
+        InvalidTimerError: its schema is no number.
+    """
+    schema = content.get("schema", SCHEMA)
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        raise InvalidTimerError(f"the stored schema is {shown(schema)}, not an int")
+    unknown = content.keys() - _KNOWN
+    if schema > SCHEMA or unknown:
+        needed = max(schema, SCHEMA + 1)
+        what = f"it has the field {shown(min(unknown))}" if unknown else f"it is of schema {schema}"
+        raise NewerError(
+            f"the stored definition is of a newer version: {what}, and this one reads schemas up "
+            f"to {SCHEMA}",
+            needed,
+        )
 
 
 #: The schedule of what is due when its state says so.
@@ -513,6 +549,8 @@ class Timer:
         try:
             definition = decode_definition(blob) if blob else None
             status, reason = state.status, state.reason
+        except NewerError as exc:
+            definition, status, reason = None, state.status, state.reason or str(exc)
         except InvalidTimerError as exc:
             definition, status, reason = None, "broken", state.reason or str(exc)
         owned = status == "active" and state.owner != UNASSIGNED
@@ -675,3 +713,4 @@ class Instance:
     sent: int  #: runs since it registered, as are the next two
     skipped: int
     refused: int  #: messages that were not sent and are tried again
+    schema: int = 0  #: the newest that it reads

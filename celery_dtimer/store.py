@@ -45,6 +45,7 @@ from celery_dtimer.errors import (
     DamagedError,
     FencedError,
     InvalidTimerError,
+    SchemaError,
     SettingsError,
     StoreError,
     StoreUnavailableError,
@@ -53,6 +54,7 @@ from celery_dtimer.errors import (
 from celery_dtimer.model import (
     LAST_MS,
     MAX_DEFINITION_BYTES,
+    SCHEMA,
     UNASSIGNED,
     Definition,
     Instance,
@@ -64,6 +66,7 @@ from celery_dtimer.model import (
 )
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.settings import Settings
+from celery_dtimer.version import __version__
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
 BATCH = 50
@@ -98,6 +101,7 @@ _SKIPPED = "skipped_"  # the fields that count runs which did not happen, follow
 _PASSING_IN_SCRIPT = re.compile(  # Redis before 7 wraps what a script ran into
     r"(^|-)(BUSY|READONLY|OOM|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN) "
 )
+_NEWER_SCHEMA = re.compile(r"(?:^|-|\s)SCHEMA (\d+)")
 _WRONG_TYPE = re.compile(r"(^|-|\s)WRONGTYPE ")  # likewise
 _FORBIDDEN_IN_SCRIPT = re.compile(  # as Redis 6, 7.0 and 7.2 say it
     r"(^|-)NOPERM |ACL failure in script|The user executing the script can't"
@@ -161,7 +165,7 @@ class Keys:
     ``history:{s}``               stream   what was sent, and what was not and why
     ``runs:{s}``                  stream   what became of runs in the workers
     ``counters:{s}``              hash     how many runs were sent, and not, by reason
-    ``meta:{s}``                  hash     last epoch, count of membership changes, mover, zones
+    ``meta:{s}``                  hash     last epoch, schema, membership changes, mover, zones
     ``never:{s}``                 --       never exists (see ``prelude.lua``)
     ``wake:{s}:<i>``              channel  wakes an instance
     ============================  =======  =================================================
@@ -177,16 +181,18 @@ class Keys:
 
 
 @cache
-def script_source(name: str) -> str:
-    """Return the text of a script with the prelude in front."""
+def script_source(name: str, schema: int = SCHEMA) -> str:
+    """Return the text of a script with the prelude in front, as a schema's version has it."""
     folder = resources.files("celery_dtimer") / "lua"
-    return f"{(folder / 'prelude.lua').read_text()}\n{(folder / f'{name}.lua').read_text()}"
+    prelude, script = ((folder / f"{each}.lua").read_text() for each in ("prelude", name))
+    return f"local SCHEMA = {schema}\n{prelude}\n{script}"
 
 
 @cache
-def scripts() -> Mapping[str, str]:
+def scripts(schema: int = SCHEMA) -> Mapping[str, str]:
     """Return every script's name with the SHA-1 that Redis knows it by."""
-    return {name: hashlib.sha1(script_source(name).encode()).hexdigest() for name in _SCRIPTS}  # noqa: S324
+    sources = {name: script_source(name, schema) for name in _SCRIPTS}
+    return {name: hashlib.sha1(text.encode()).hexdigest() for name, text in sources.items()}  # noqa: S324
 
 
 # ------------------------------------------------------------------ answers
@@ -342,12 +348,15 @@ class Settlement(NamedTuple):
     summary: str = ""  #: what is kept of a timer that has no run left, "" for all
     delay_ms: int = 0
     reason: str = ""
+    schema: int = 0  #: that an instance has to know which it goes to
     at_ms: int | None = None  #: when it is looked at next; None: when it is due
     message: Message | None = None  #: pushed by the commit; None when it was published before
 
     @property
     def detail(self) -> str:
         """The text that ``commit.lua`` takes with ``done``."""
+        if self.done == "lacking":
+            return f"{self.delay_ms} {self.schema}"
         if self.done not in ("run", "skip", "dead"):
             return storable(self.reason) or str(self.delay_ms)
         due_ms, at_ms, skip = self.next_due_ms, self.at_ms, self.skip
@@ -465,8 +474,11 @@ class Store:
     Raises (every method):
         StoreUnavailableError: Redis could not be reached, or did not answer within the time limit.
         StoreError: Redis answered with an error.
+        SchemaError: (methods that write) what is stored is of a newer version.
         FencedError: (methods that take an epoch) the instance is not registered with it any more.
     """
+
+    schema = SCHEMA  #: the newest that it reads
 
     def __init__(
         self,
@@ -525,14 +537,16 @@ class Store:
     def _begin(self, name: str, *arguments: Any) -> Callable[[], Any]:
         """Send the call of a script; return what waits for its answer."""
         keys_and_arguments = self._arguments(arguments)
-        answer = self._send("EVALSHA", scripts()[name], 2, *keys_and_arguments)
+        answer = self._send("EVALSHA", scripts(self.schema)[name], 2, *keys_and_arguments)
 
         def finish() -> Any:
             with self._errors():
                 try:
                     value = answer()
                 except NoScriptError:
-                    value = self.client.eval(script_source(name), 2, *keys_and_arguments)
+                    value = self.client.eval(
+                        script_source(name, self.schema), 2, *keys_and_arguments
+                    )
             return _unless_fenced(name, value)
 
         return finish
@@ -574,6 +588,13 @@ class Store:
             self._reconnect()  # the name may lead to another server by now
             raise StoreUnavailableError(
                 f"Redis at {self.settings.masked_url} can not serve now: {exc}"
+            ) from exc
+        newer = _NEWER_SCHEMA.search(str(exc))
+        if newer is not None:
+            raise SchemaError(
+                f"service {self.settings.service} at {self.settings.masked_url} is kept in schema "
+                f"{newer[1]}, and celery_dtimer {__version__} knows schemas up to {self.schema}: "
+                "use a version as new as the newest that has written it"
             ) from exc
         if _WRONG_TYPE.search(str(exc)):
             raise DamagedError(
@@ -1640,6 +1661,7 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
         started_at=to_datetime(_number(row.get("started_at", ""))),
         heartbeat_at=to_datetime(_number(row.get("heartbeat_at", ""))),
         version=row.get("version", ""),
+        schema=_number(row.get("schema", "")),
         dispatch=row.get("dispatch", ""),
         dispatch_reason=row.get("dispatch_reason", ""),
         broker=row.get("broker", ""),

@@ -48,6 +48,7 @@ if #answer > 0 then
   if last > number(fields(META, 'last_epoch')[1], 0) then
     redis.call('HSET', META, 'last_epoch', whole(last)) -- no epoch is handed out twice
   end
+  raise_schema()
   redis.call('HINCRBY', META, 'members', 1) -- the instances look at their static schedules again
   count('repaired', #answer / 3)
 end

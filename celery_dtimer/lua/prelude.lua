@@ -21,6 +21,18 @@ local function key(what, id)
 end
 
 local META = KEYS[1]
+
+-- What is stored may be of a newer schema than SCHEMA, which is the caller's: then it is left alone, in every script. (META may
+-- have been edited into something else, which mend.lua removes.)
+local function stored_schema()
+  local found = redis.pcall('HGET', META, 'schema')
+  return type(found) == 'string' and tonumber(found) or 0
+end
+
+if stored_schema() > SCHEMA then
+  return redis.error_reply('SCHEMA ' .. string.format('%.0f', stored_schema()))
+end
+
 local QUEUE = key('timer_queue')
 local INSTANCES = key('service_instances')
 local INACTIVE = key('inactive_timers')
@@ -519,12 +531,24 @@ local function hand_over(from, found, limit)
   return #rows / 2
 end
 
+-- Raise the schema of what is stored to the newest that all registered instances read: what is older may join no more.
+local function raise_schema()
+  local lowest = math.huge
+  for _, instance in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
+    lowest = math.min(lowest, number(fields(key('instance', instance), 'schema')[1], 0))
+  end
+  if lowest < math.huge and lowest > stored_schema() then
+    redis.call('HSET', META, 'schema', whole(lowest))
+  end
+end
+
 -- Remove an instance that owns nothing any more.
 local function forget(id)
   local declaration = fields(key('instance', id), 'declaration')[1]
   redis.call('ZREM', INSTANCES, id)
   redis.call('DEL', key('instance', id), key('instance_timers', id))
   redis.call('HINCRBY', META, 'members', 1)
+  raise_schema()
   if declaration then
     for _, other in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
       local row = fields(key('instance', other), 'declaration', 'declaring')

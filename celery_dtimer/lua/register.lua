@@ -4,6 +4,8 @@
 -- ARGV[5..] further fields and values of the instance's hash
 -- Returns {epoch, now, members}. The epoch is larger than any handed out before: a replica promoted without the last write
 -- would hand out a plain counter twice.
+-- As every script it fails, and writes nothing, where the stored schema is newer than the caller's; that is raised once no
+-- instance is registered that does not know it.
 -- Worst case: O(instances).
 
 local id = ARGV[2]
@@ -14,7 +16,8 @@ redis.call('HSET', META, 'last_epoch', whole(epoch))
 local members = redis.call('HINCRBY', META, 'members', 1)
 redis.call('DEL', key('instance', id))
 redis.call('HSET', key('instance', id), 'id', id, 'epoch', whole(epoch), 'status', 'active',
-  'started_at', whole(NOW), 'heartbeat_at', whole(NOW), 'heartbeat_interval', ARGV[3], 'instance_timeout', ARGV[4],
+  'started_at', whole(NOW), 'heartbeat_at', whole(NOW), 'heartbeat_interval', ARGV[3], 'instance_timeout', ARGV[4], 'schema', SCHEMA,
   unpack(ARGV, 5))
 redis.call('ZADD', INSTANCES, whole(NOW), id)
+raise_schema()
 return {whole(epoch), NOW, members}

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from celery_dtimer.errors import FencedError
-from celery_dtimer.model import ONCE, UNASSIGNED, Definition, new_trigger_id
+from celery_dtimer.model import ONCE, SCHEMA, UNASSIGNED, Definition, new_trigger_id
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.policy import Policy
 from celery_dtimer.runs import read_letters, requeued
@@ -850,6 +850,7 @@ def test_steal_lets_the_owner_before_commit_nothing(service: Service) -> None:
 
 def _most_lagging(service: Service, instance: str) -> object:
     prelude = (resources.files("celery_dtimer") / "lua" / "prelude.lua").read_text()
+    prelude = f"local SCHEMA = {SCHEMA}\n{prelude}"
     keys = (service.keys("meta"), service.keys("never"))
     text = f"{prelude}\nreturn most_lagging(ARGV[2]) or 'nobody'"
     return service.redis.eval(text, 2, *keys, "", instance)
