@@ -44,6 +44,7 @@ from celery_dtimer.errors import (
 )
 from celery_dtimer.faults import point
 from celery_dtimer.model import Lease
+from celery_dtimer.precautions import PARAMETERS, Risk, risks
 from celery_dtimer.runs import LostRuns
 from celery_dtimer.scrubbing import PARTS, Scrubber
 from celery_dtimer.settings import Settings
@@ -146,6 +147,7 @@ class Membership:
         self._next_check = 0.0
         self._scrubber = Scrubber(store)
         self._can_scrub = True
+        self._said: list[Risk] = []
         self._lost = LostRuns(store)
         self._heard = 0.0, 0  # when the last heartbeat was sent, and the server's time then
         self._look_for_lost_after = 0.0
@@ -297,13 +299,18 @@ class Membership:
             answer.epoch,
         )
         self._tell(instance_joined, instance=identity.instance, epoch=answer.epoch)
-        if self._store.may_evict():
-            logger.warning(
-                "Redis evicts keys when its memory is full, and a timer that is evicted is lost: "
-                "set maxmemory-policy to noeviction"
-            )
+        self._say_risks()
         trusted_until = started + _MARGIN * self._settings.instance_timeout
         return Lease(identity.instance, answer.epoch, trusted_until, answer.now_ms, answer.members)
+
+    def _say_risks(self) -> None:
+        """Say what the server's configuration may cost, unless that has been said of it."""
+        is_embedded = self._settings.redis_url.startswith("embedded:")
+        found = risks(self._store.configuration(PARAMETERS), is_embedded=is_embedded)
+        if found != self._said:
+            for risk in found:
+                logger.log(risk.level, "%s", risk)
+        self._said = found
 
     def _store_report(self) -> None:
         """Write what the loop has reported since the last step."""

@@ -795,17 +795,20 @@ class Store:
         ]
         return sorted(found, key=lambda instance: (instance.started_at, instance.id))
 
-    def may_evict(self) -> bool:
-        """Say whether the server drops keys when memory is full; False when it does not tell."""
-        try:
-            with self._errors():
-                found = self.client.config_get("maxmemory*")
-        except StoreUnavailableError:
-            raise
-        except StoreError:
-            return False
-        policy_of = str(found.get("maxmemory-policy", "noeviction"))
-        return found.get("maxmemory", "0") != "0" and policy_of != "noeviction"
+    def configuration(self, names: Iterable[str]) -> dict[str, str]:
+        """Return parameters of the server's configuration, without those that it does not tell."""
+        found: dict[str, str] = {}
+        with self._errors():
+            client = self.client
+            pipe = client.pipeline(transaction=False)
+            for name in names:
+                pipe.config_get(name)
+            for answer in pipe.execute(raise_on_error=False):
+                if isinstance(answer, RedisError) and is_passing(answer):
+                    raise answer
+                if isinstance(answer, dict):
+                    found |= {str(name): str(value) for name, value in answer.items()}
+        return found
 
     # -- firing
 
