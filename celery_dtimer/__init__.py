@@ -7,6 +7,7 @@ timers = DistributedTimer(app)
 """
 
 from celery_dtimer.countdowns import PendingTask
+from celery_dtimer.doctor import Finding
 from celery_dtimer.errors import (
     ConflictError,
     DamagedError,
@@ -38,6 +39,7 @@ __all__ = [
     "DistributedTimerError",
     "EmbeddedServerError",
     "FencedError",
+    "Finding",
     "Instance",
     "InvalidTimerError",
     "NewerError",

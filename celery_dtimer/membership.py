@@ -25,6 +25,7 @@ stays registered, and gets its share again once its broker is back.
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -59,6 +60,8 @@ DRIFT = 10
 _MARGIN = 0.9  # of the timeout: local trust ends before the server's does
 _FIRST_RETRY, _LAST_RETRY = 0.1, 2.0  # seconds between two tries to reach Redis
 _CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_QUICK = 0.1  # seconds that a call may take from which the server's time is told
+_DRIFT_MS = 250  # by which a clock may drift before that is written again
 _SLACK = 0.005  # seconds after another's expiry at which it is looked at
 
 
@@ -94,6 +97,7 @@ class Report:
     dispatch: str = ""
     dispatch_reason: str = ""
     broker: str = ""  #: up, down, or "" before it is known
+    clock_offset_ms: int | None = None  #: of this host's clock, ahead of the server's
     down_since: float | None = None  #: by the membership's clock
 
     def with_broker(self, is_up: bool, now: float) -> Report:
@@ -109,6 +113,7 @@ class Report:
             "dispatch": self.dispatch,
             "dispatch_reason": self.dispatch_reason,
             "broker": self.broker,
+            "clock_offset_ms": "" if self.clock_offset_ms is None else str(self.clock_offset_ms),
         }
 
 
@@ -126,6 +131,7 @@ class Membership:
         identity: Identity,
         *,
         clock: Callable[[], float] = clock,
+        wall_clock: Callable[[], float] = time.time,
         on_lease: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare a membership; nothing is registered before the first `step`.
@@ -134,12 +140,14 @@ class Membership:
             store: on a connection of its own.
             identity: who registers.
             clock: seconds of a clock that counts suspension.
+            wall_clock: what this host shows, in seconds since the epoch; it decides nothing.
             on_lease: called when the lease is new, or the membership of the service changed.
         """
         self._store = store
         self._settings: Settings = store.settings
         self._identity = identity
         self._clock = clock
+        self._wall_clock = wall_clock
         self._on_lease = on_lease
         self._lease: Lease | None = None
         self._refused_epoch = 0
@@ -265,6 +273,7 @@ class Membership:
             self._lease = None
             return None
         self._look_at_clocks(started, heartbeat.now_ms)
+        self._compare_clocks(started, heartbeat.now_ms)
         changed = heartbeat.members != lease.members or self._lease is not lease
         self._lease = replace(
             lease,
@@ -285,9 +294,19 @@ class Membership:
             self._look_for_lost_after = started + lease / 2
         self._heard = started, now_ms
 
+    def _compare_clocks(self, started: float, now_ms: int) -> None:
+        """Note by how much this host's clock is ahead of the server's, for people to see."""
+        took = self._clock() - started
+        offset_ms = round((self._wall_clock() - took / 2) * 1000) - now_ms
+        with self._reporting:
+            known_ms = self._report.clock_offset_ms
+            if took < _QUICK and (known_ms is None or abs(offset_ms - known_ms) > _DRIFT_MS):
+                self._report = replace(self._report, clock_offset_ms=offset_ms)
+
     def _register(self, started: float) -> Lease:
         identity, report = self._identity, self._report
         fields = {**identity.fields(self._settings.service), **report.fields()}
+        fields["settings"] = json.dumps(self._settings.shared)
         answer = self._store.register(identity.instance, fields)
         self._stored_report = report
         self._must_rebalance = True

@@ -714,3 +714,6 @@ class Instance:
     skipped: int
     refused: int  #: messages that were not sent and are tried again
     schema: int = 0  #: the newest that it reads
+    #: Seconds by which its host's clock is ahead of the server's; None before it is known.
+    clock_offset: float | None = None
+    settings: str = field(default="", repr=False)  #: what all should agree on, as JSON

@@ -795,6 +795,32 @@ class Store:
         ]
         return sorted(found, key=lambda instance: (instance.started_at, instance.id))
 
+    def information(self, *sections: str) -> dict[str, Any]:
+        """Return what the server says of itself, {} when it does not."""
+        found: dict[str, Any] = {}
+        with self._errors():
+            client = self.client
+            pipe = client.pipeline(transaction=False)
+            for section in sections:
+                pipe.info(section)
+            for answer in pipe.execute(raise_on_error=False):
+                if isinstance(answer, RedisError) and is_passing(answer):
+                    raise answer
+                if isinstance(answer, dict):
+                    found |= answer
+        return found
+
+    def stored_schema(self) -> int:
+        """Return the schema of what is stored, 0 when none was noted yet."""
+        with self._errors():
+            found = self.client.hget(self.keys("meta"), "schema")
+        return _number(found or "")
+
+    def dead_count(self) -> int:
+        """Return how many dead letters there are."""
+        with self._errors():
+            return int(self.client.zcard(self.keys("dead_timers")))
+
     def configuration(self, names: Iterable[str]) -> dict[str, str]:
         """Return parameters of the server's configuration, without those that it does not tell."""
         found: dict[str, str] = {}
@@ -1665,6 +1691,8 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
         heartbeat_at=to_datetime(_number(row.get("heartbeat_at", ""))),
         version=row.get("version", ""),
         schema=_number(row.get("schema", "")),
+        clock_offset=_offset(row.get("clock_offset_ms", "")),
+        settings=row.get("settings", ""),
         dispatch=row.get("dispatch", ""),
         dispatch_reason=row.get("dispatch_reason", ""),
         broker=row.get("broker", ""),
@@ -1681,6 +1709,14 @@ def _threes(flat: Sequence[str]) -> list[tuple[str, str, str]]:
 
 def _text(number: int | None) -> str:
     return "" if number is None else str(number)
+
+
+def _offset(text: str) -> float | None:
+    """Return a number of ms, with its sign, in seconds; None when it is none."""
+    offset_ms = maybe_whole(text.removeprefix("-"))
+    if offset_ms is None:
+        return None
+    return (-offset_ms if text.startswith("-") else offset_ms) / 1000
 
 
 def _number(text: str) -> int:

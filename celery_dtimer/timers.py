@@ -18,10 +18,11 @@ from celery import Celery, Task
 from celery.canvas import Signature
 from celery.schedules import BaseSchedule
 
-from celery_dtimer import consistency, countdowns, history, planning, schedules
+from celery_dtimer import consistency, countdowns, doctor, history, planning, schedules
 from celery_dtimer.canvas import is_canvas, parts_of
 from celery_dtimer.countdowns import PendingTask
 from celery_dtimer.declarations import declare
+from celery_dtimer.doctor import Finding
 from celery_dtimer.errors import (
     ConflictError,
     DistributedTimerError,
@@ -86,6 +87,7 @@ _BEATS_SERVICE = "dtimer_beats_service"  # the attribute of an app that holds th
 _TRACKING = "dtimer_tracking"  # the attribute of an app that holds what tracks its runs
 _MOST_PREVIEWED = 10_000
 _MOST_PAGED = 2**53
+_LONGEST_ASKED = 60  # seconds that workers may take to answer
 _PAGE = 1000  # timers that are read at once
 _STATUSES = ("active", "paused", "stopped", "broken")
 
@@ -605,6 +607,23 @@ class DistributedTimer:
     def check_consistency(self) -> list[consistency.Violation]:
         """Return what does not hold between the service's structures: nothing when all is well."""
         return consistency.check(self.store)
+
+    def doctor(self, *, worker_timeout: float = 1.0) -> list[Finding]:
+        """Return what is so in the service, what is wrong, and what to do about it.
+
+        All timers are read; nothing is changed. A server or a broker that does not answer is a
+        finding, too.
+
+        Args:
+            worker_timeout: seconds that workers have to say which tasks they know; 0 to ask none.
+        """
+        is_number = isinstance(worker_timeout, (int, float)) and not isinstance(
+            worker_timeout, bool
+        )
+        if not is_number or not 0 <= worker_timeout <= _LONGEST_ASKED:
+            accepted = f"seconds from 0 to {_LONGEST_ASKED}"
+            raise invalid("worker_timeout", worker_timeout, accepted)
+        return doctor.examine(self.store, self.app, seconds=worker_timeout)
 
     def get_counts(self) -> Counts:
         """Return how many runs the service has sent, and how many did not happen, by reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -30,9 +31,14 @@ class Member:
         self.service, self.instance = service, instance
         self.store = service.another_store()
         self.news = 0
+        self.ahead = 0.0  #: seconds by which its host's clock is
         identity = Identity(instance, "host", 1, "1.0", dispatch)
         self.membership = Membership(
-            self.store, identity, clock=self.seconds, on_lease=self._count_news
+            self.store,
+            identity,
+            clock=self.seconds,
+            wall_clock=lambda: service.clock.now_ms / 1000 + self.ahead,
+            on_lease=self._count_news,
         )
 
     def seconds(self) -> float:
@@ -442,11 +448,11 @@ def test_only_what_has_changed_is_written(
     monkeypatch.setattr(Store, "report", report)
     member.step()
     assert _told(member) == ("confirmed", "", "up")
-    assert written == []
+    assert written == [{"clock_offset_ms": "0"}]
     member.membership.report_broker(False)
     member.step()
     member.step()
-    assert written == [{"broker": "down"}]
+    assert written[1:] == [{"broker": "down"}]
 
 
 def test_a_report_that_was_not_written_is_written_later(
@@ -666,6 +672,34 @@ def test_giving_up_waits_for_another_mover_and_is_tried_again_soon(
     service.clock.advance(5 / 4)
     b.step()
     assert service.loads() == {"a": 10, "b": 0}
+
+
+# ------------------------------------------------------------------ what it says of itself
+
+
+def test_an_instance_says_how_far_its_clock_is_ahead(
+    service: Service, make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.ahead, b.ahead = 3600.0, -2.5
+    a.step()
+    b.step()
+    assert [each.clock_offset for each in service.store.instances()] == [3600.0, -2.5]
+    b.ahead = -2.4
+    b.live(6, a)
+    assert [each.clock_offset for each in service.store.instances()] == [3600.0, -2.5]
+    b.ahead = 1.0
+    b.live(6, a)
+    assert [each.clock_offset for each in service.store.instances()] == [3600.0, 1.0]
+
+
+def test_an_instance_says_what_settings_it_has_and_no_secret(
+    service: Service, make_member: MakeMember
+) -> None:
+    make_member("a").step()
+    (instance,) = service.store.instances()
+    assert json.loads(instance.settings)["dtimer_instance_timeout"] == 30.0
+    assert "redis" not in instance.settings
 
 
 # ------------------------------------------------------------------ tidying
