@@ -7,12 +7,16 @@ timers = DistributedTimer(app)
 """
 
 from celery_dtimer.countdowns import PendingTask
+from celery_dtimer.doctor import Finding
 from celery_dtimer.errors import (
     ConflictError,
+    DamagedError,
     DistributedTimerError,
     EmbeddedServerError,
     FencedError,
     InvalidTimerError,
+    NewerError,
+    SchemaError,
     SettingsError,
     StoreError,
     StoreUnavailableError,
@@ -28,16 +32,20 @@ from celery_dtimer.worker import CallbackTimer
 __all__ = [
     "CallbackTimer",
     "ConflictError",
+    "DamagedError",
     "DeadLetter",
     "DistributedScheduler",
     "DistributedTimer",
     "DistributedTimerError",
     "EmbeddedServerError",
     "FencedError",
+    "Finding",
     "Instance",
     "InvalidTimerError",
+    "NewerError",
     "PendingTask",
     "RunRecord",
+    "SchemaError",
     "SettingsError",
     "StoreError",
     "StoreUnavailableError",

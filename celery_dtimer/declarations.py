@@ -28,6 +28,7 @@ from celery_dtimer.canvas import is_canvas, parts_of
 from celery_dtimer.errors import InvalidTimerError, invalid
 from celery_dtimer.keywords import KEYWORDS, TIMING, define
 from celery_dtimer.model import (
+    DAMAGED,
     Definition,
     Lease,
     broken_blob,
@@ -38,9 +39,11 @@ from celery_dtimer.model import (
     to_ms,
 )
 from celery_dtimer.rezoning import Rezoning
-from celery_dtimer.store import BATCH, Store
+from celery_dtimer.store import BATCH, BROKEN, GONE, UNDEFINED, Store
 
 logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 500  # static timers that are looked for at once
 
 _FIELDS = KEYWORDS | {
     *("task", "schedule", "args", "kwargs", "options", "last_run_at", "total_run_count")
@@ -229,13 +232,22 @@ class StaticSchedule:
     """Keeps a declaration in force for one instance."""
 
     def __init__(
-        self, store: Store, declaration: Declaration, on_progress: Callable[[], None] = lambda: None
+        self,
+        store: Store,
+        declaration: Declaration,
+        on_progress: Callable[[], None] = lambda: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare it; `reconcile` does the work, and calls ``on_progress`` after each batch."""
         self._store = store
         self._on_progress = on_progress
+        self._clock = clock
+        self._look_after = 0.0
+        self._looked_at = 0
         self._whole = declaration
         self._part: Declaration | None = declaration
+        self._definitions = {each.id: each for each in declaration.definitions.values()}
         self._written_in_epoch: int | None = None
         self._rezoning = Rezoning(store, declaration.source, declaration.timezone)
 
@@ -244,8 +256,10 @@ class StaticSchedule:
 
         A timer that was written, or deleted, while it has not arrived yet would lose its state.
         """
-        self._part = None if part is None else self._whole.part(*part)
-        self._written_in_epoch = None
+        taken = None if part is None else self._whole.part(*part)
+        definitions = {} if taken is None else taken.definitions
+        self._definitions = {each.id: each for each in definitions.values()}
+        self._part, self._looked_at, self._written_in_epoch = taken, 0, None
 
     def reconcile(self, lease: Lease) -> None:
         """Declare the timers; if this counts, write what is new and delete what nobody declares.
@@ -281,16 +295,60 @@ class StaticSchedule:
             FencedError: the lease's epoch is over.
             StoreError: Redis did not answer, or refused.
         """
+        if self._written_in_epoch == lease.epoch and self._clock() >= self._look_after:
+            self._look_after = self._clock() + self._store.settings.failure_check_interval
+            self._look_for_vanished(lease)
         return self._rezoning.step(lease)
 
-    def _write(self, declaration: Declaration) -> None:
+    def _look_for_vanished(self, lease: Lease) -> None:
+        """Write again what was declared and is gone, a part of the declaration at a time."""
+        declaration, store = self._part, self._store
+        if declaration is None:
+            return
+        written = [(each.id, each.revision, len(each.blob)) for each in self._definitions.values()]
+        broken = [(timer_id(name), "", None) for name in declaration.broken]
+        all_of_it = [*written, *broken]
+        part = all_of_it[self._looked_at : self._looked_at + _LOOKED_AT]
+        self._looked_at += _LOOKED_AT
+        if self._looked_at >= len(all_of_it):
+            self._looked_at = 0
+        found = store.vanished(lease.instance, lease.epoch, part) if part else []
+        gone = {each.id for each in found if each.code == GONE}
+        undefined = [self._definitions[each.id] for each in found if each.code == UNDEFINED]
+        gone |= self._not_as_written([each.id for each in found if each.code == BROKEN])
+        if undefined:
+            restored = store.restore(lease.instance, lease.epoch, undefined)
+            logger.error("Definitions of %s static timers were gone: written again", restored)
+            gone |= {each.id for each in undefined} if restored < len(undefined) else set()
+        if gone:
+            logger.error("%s static timers were gone, or broken by hand: written again", len(gone))
+            self._write(declaration, gone)
+
+    def _not_as_written(self, ids: list[str]) -> set[str]:
+        """Return those of some broken timers that are not broken because of what is declared."""
+        states, blobs = self._store.states(ids)[1], self._store.definitions(ids)
+        return {
+            id
+            for id, state, blob in zip(ids, states, blobs, strict=True)
+            if blob != (declared := self._definitions[id]).blob
+            or (state is not None and state.revision != declared.revision)
+            or (state is not None and state.reason.startswith(DAMAGED))
+        }
+
+    def _write(self, declaration: Declaration, only: set[str] | None = None) -> None:
+        """Write what is declared, or some of it."""
         changed = self._store.save(
-            list(declaration.definitions.values()),
+            [each for id, each in self._definitions.items() if only is None or id in only],
             source=declaration.source,
             last_runs_ms=declaration.last_runs_ms,
             on_batch=self._on_progress,
         )
-        self._store.save_broken(declaration.broken, source=declaration.source)
+        broken = {
+            name: entry
+            for name, entry in declaration.broken.items()
+            if only is None or timer_id(name) in only
+        }
+        self._store.save_broken(broken, source=declaration.source)
         if changed:
             logger.info(
                 "Static schedule of %s: %s timers created or updated", declaration.source, changed

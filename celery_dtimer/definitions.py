@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from celery_dtimer.errors import InvalidTimerError
-from celery_dtimer.model import Definition, decode_definition, revision_of
+from celery_dtimer.model import DAMAGED, Definition, decode_definition, revision_of
 from celery_dtimer.store import DueTimer, Store
 
 _MOST = 150_000
@@ -160,7 +160,7 @@ class Definitions:
 
     def _decoded(self, timer: DueTimer, blob: str | None) -> Definition | InvalidTimerError:
         if blob is None:
-            return InvalidTimerError("its definition is gone")
+            return InvalidTimerError(f"{DAMAGED}its definition is gone")
         try:
             definition = decode_definition(blob)
         except InvalidTimerError as exc:
@@ -184,5 +184,7 @@ class Definitions:
 
 def _unreadable(timer: DueTimer) -> InvalidTimerError | None:
     return (
-        InvalidTimerError("its stored state can not be read") if timer.status == "active" else None
+        InvalidTimerError(f"{DAMAGED}its stored state can not be read")
+        if timer.status == "active"
+        else None
     )

@@ -23,7 +23,13 @@ from typing import NamedTuple, Protocol
 from celery_dtimer import planning
 from celery_dtimer.announcer import Announcer
 from celery_dtimer.definitions import Definitions, LackingError
-from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
+from celery_dtimer.errors import (
+    FencedError,
+    InvalidTimerError,
+    NewerError,
+    StoreUnavailableError,
+    shown,
+)
 from celery_dtimer.faults import point
 from celery_dtimer.model import (
     Definition,
@@ -693,6 +699,10 @@ def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
     if isinstance(why, LackingError):
         logger.warning("Timer %s goes to another instance: %s", timer.id, why)
         return Settlement(timer, "lacking", delay_ms=_LACKING_MS)
+    if isinstance(why, NewerError):
+        level = logging.DEBUG if timer.refusals else logging.WARNING
+        logger.log(level, "Timer %s is left to an instance that can read it: %s", timer.id, why)
+        return Settlement(timer, "lacking", delay_ms=_LACKING_MS, schema=why.schema)
     logger.error("Timer %s is broken and set aside: %s", timer.id, why)
     return Settlement(timer, "broken" if timer.is_readable else "unreadable", reason=str(why))
 

@@ -5,12 +5,15 @@
     DistributedTimerError
     ├── SettingsError             also celery's ImproperlyConfigured
     ├── InvalidTimerError         also ValueError
+    │   └── NewerError                a timer was written by a newer version
     ├── TimerNotFoundError        also LookupError
     ├── ConflictError             a definition is not the expected one, or kept changing
     ├── FencedError               the instance's epoch is over
     ├── EmbeddedServerError       the embedded server could not be used
     └── StoreError                Redis refused
-        └── StoreUnavailableError     Redis could not be reached in time
+        ├── StoreUnavailableError     Redis could not be reached in time
+        ├── DamagedError              a key was edited into something else
+        └── SchemaError               what is stored is of a newer version
 """
 
 from __future__ import annotations
@@ -28,6 +31,15 @@ class SettingsError(DistributedTimerError, ImproperlyConfigured):
 
 class InvalidTimerError(DistributedTimerError, ValueError):
     """A timer was described in a way that cannot be stored or run."""
+
+
+class NewerError(InvalidTimerError):
+    """A timer was written by a newer version, in a way that this one can not read."""
+
+    def __init__(self, message: str, schema: int) -> None:
+        """Take the message, and the schema that whoever reads the timer has to know."""
+        super().__init__(message)
+        self.schema = schema
 
 
 class TimerNotFoundError(DistributedTimerError, LookupError):
@@ -57,6 +69,14 @@ class StoreError(DistributedTimerError):
 
 class StoreUnavailableError(StoreError):
     """Redis could not be reached, or did not answer in time."""
+
+
+class DamagedError(StoreError):
+    """A key of the service was edited into something of another type; a live beat repairs it."""
+
+
+class SchemaError(StoreError):
+    """The service is kept in a schema that is newer than what this version can read."""
 
 
 _SHOWN = 80  # characters of a wrong value that a message repeats

@@ -25,6 +25,7 @@ stays registered, and gets its share again once its broker is back.
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -35,14 +36,18 @@ from dataclasses import dataclass, replace
 from celery.utils.dispatch import Signal
 
 from celery_dtimer.errors import (
+    DamagedError,
     DistributedTimerError,
     FencedError,
+    SchemaError,
     StoreError,
     StoreUnavailableError,
 )
 from celery_dtimer.faults import point
 from celery_dtimer.model import Lease, to_datetime
+from celery_dtimer.precautions import PARAMETERS, Risk, risks
 from celery_dtimer.runs import LostRuns
+from celery_dtimer.scrubbing import PARTS, Scrubber
 from celery_dtimer.settings import Settings
 from celery_dtimer.signals import failover, instance_joined, instance_left, tell
 from celery_dtimer.store import BATCH, Heartbeat, Moved, Replay, Store
@@ -55,6 +60,8 @@ DRIFT = 10
 _MARGIN = 0.9  # of the timeout: local trust ends before the server's does
 _FIRST_RETRY, _LAST_RETRY = 0.1, 2.0  # seconds between two tries to reach Redis
 _CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_QUICK = 0.1  # seconds that a call may take from which the server's time is told
+_DRIFT_MS = 250  # by which a clock may drift before that is written again
 _SLACK = 0.005  # seconds after another's expiry at which it is looked at
 
 
@@ -90,6 +97,7 @@ class Report:
     dispatch: str = ""
     dispatch_reason: str = ""
     broker: str = ""  #: up, down, or "" before it is known
+    clock_offset_ms: int | None = None  #: of this host's clock, ahead of the server's
     down_since: float | None = None  #: by the membership's clock
     unreplicated: int = 0  #: commits that have reached too few replicas
 
@@ -107,6 +115,7 @@ class Report:
             "dispatch_reason": self.dispatch_reason,
             "broker": self.broker,
             "unreplicated": str(self.unreplicated),
+            "clock_offset_ms": "" if self.clock_offset_ms is None else str(self.clock_offset_ms),
         }
 
 
@@ -124,6 +133,7 @@ class Membership:
         identity: Identity,
         *,
         clock: Callable[[], float] = clock,
+        wall_clock: Callable[[], float] = time.time,
         on_lease: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare a membership; nothing is registered before the first `step`.
@@ -132,19 +142,23 @@ class Membership:
             store: on a connection of its own.
             identity: who registers.
             clock: seconds of a clock that counts suspension.
+            wall_clock: what this host shows, in seconds since the epoch; it decides nothing.
             on_lease: called when the lease is new, or the membership of the service changed.
         """
         self._store = store
         self._settings: Settings = store.settings
         self._identity = identity
         self._clock = clock
+        self._wall_clock = wall_clock
         self._on_lease = on_lease
         self._lease: Lease | None = None
         self._epoch = 0  # of the last registration
         self._refused_epoch = 0
         self._stalled_after = clock() + self._settings.call_timeout
         self._next_check = 0.0
-        self._scrub_position = 0
+        self._scrubber = Scrubber(store)
+        self._can_scrub = True
+        self._said: list[Risk] = []
         self._lost = LostRuns(store)
         self._committed = 0, 0  # the epoch and the number of the last commit that was confirmed
         self._is_short = False  # that one had too few replicas
@@ -210,6 +224,11 @@ class Membership:
             logger.info("Instance %s: commits reach their replicas again", self._identity.instance)
         self._is_short = is_short
 
+    def report_damage(self) -> None:
+        """Note that a key is of another type: it is looked for at once."""
+        self._next_check = 0.0
+        self.attention.set()
+
     def report_dispatch(self, mode: str, reason: str) -> None:
         """Note the mode of dispatch that is in force, and why."""
         with self._reporting:
@@ -231,8 +250,21 @@ class Membership:
         """Register or send a heartbeat, then look for the dead; return the seconds to wait.
 
         Raises:
+            SchemaError: what is stored is of a newer version; this instance does nothing.
             StoreError: Redis did not answer, or refused; the lease runs out by itself.
         """
+        try:
+            return self._step()
+        except DamagedError:
+            if not self._scrubber.mend():
+                raise
+            self._next_check = 0.0
+            return 0.0
+        except SchemaError:
+            self._lease = None  # a newer version has taken over: nothing is to be touched
+            raise
+
+    def _step(self) -> float:
         if self._gives_up_stalled():
             return self._settings.heartbeat_interval / 4
         heartbeat = self._renew()
@@ -288,6 +320,7 @@ class Membership:
             return None
         self._tell_replay(heartbeat.replay)
         self._look_at_clocks(started, heartbeat.now_ms)
+        self._compare_clocks(started, heartbeat.now_ms)
         changed = heartbeat.members != lease.members or self._lease is not lease
         self._lease = replace(
             lease,
@@ -320,9 +353,19 @@ class Membership:
             self._look_for_lost_after = started + lease / 2
         self._heard = started, now_ms
 
+    def _compare_clocks(self, started: float, now_ms: int) -> None:
+        """Note by how much this host's clock is ahead of the server's, for people to see."""
+        took = self._clock() - started
+        offset_ms = round((self._wall_clock() - took / 2) * 1000) - now_ms
+        with self._reporting:
+            known_ms = self._report.clock_offset_ms
+            if took < _QUICK and (known_ms is None or abs(offset_ms - known_ms) > _DRIFT_MS):
+                self._report = replace(self._report, clock_offset_ms=offset_ms)
+
     def _register(self, started: float) -> Lease:
         identity, report = self._identity, self._report
         fields = {**identity.fields(self._settings.service), **report.fields()}
+        fields["settings"] = json.dumps(self._settings.shared)
         answer = self._store.register(identity.instance, fields, former=self._epoch)
         if self._epoch and not answer.last_epoch:
             logger.warning(
@@ -340,13 +383,18 @@ class Membership:
             answer.epoch,
         )
         self._tell(instance_joined, instance=identity.instance, epoch=answer.epoch)
-        if self._store.may_evict():
-            logger.warning(
-                "Redis evicts keys when its memory is full, and a timer that is evicted is lost: "
-                "set maxmemory-policy to noeviction"
-            )
+        self._say_risks()
         trusted_until = started + _MARGIN * self._settings.instance_timeout
         return Lease(identity.instance, answer.epoch, trusted_until, answer.now_ms, answer.members)
+
+    def _say_risks(self) -> None:
+        """Say what the server's configuration may cost, unless that has been said of it."""
+        is_embedded = self._settings.redis_url.startswith("embedded:")
+        found = risks(self._store.configuration(PARAMETERS), is_embedded=is_embedded)
+        if found != self._said:
+            for risk in found:
+                logger.log(risk.level, "%s", risk)
+        self._said = found
 
     def _store_report(self) -> None:
         """Write what the loop has reported since the last step."""
@@ -463,12 +511,8 @@ class Membership:
         lease = self._lease
         if lease is None:
             return
+        lease = self._scrub(lease)
         self._store.purge()
-        self._scrub_position, repairs = self._store.scrub(
-            lease.instance, lease.epoch, self._scrub_position
-        )
-        for timer, wrong in repairs:
-            logger.error("Timer %s was stored inconsistently (%s): repaired", timer, wrong)
         lease = self._kept_lease()
         if self._clock() < self._look_for_lost_after or not self.looks_for_lost:
             return
@@ -479,6 +523,29 @@ class Membership:
             raise
         except StoreError as exc:  # edited by hand: nothing else is to wait for it
             logger.error("Lost runs can not be looked for: %s", exc)
+
+    def _scrub(self, lease: Lease) -> Lease | None:
+        """Look at a part of what is stored, at all of it where something is wrong."""
+        current: Lease | None = lease
+        is_damaged = False
+        try:
+            for _ in range(PARTS):
+                if current is not None:
+                    is_damaged = self._scrubber.step(current) or is_damaged
+                if current is None or not is_damaged or self._scrubber.is_through:
+                    break
+                current = self._kept_lease()
+        except StoreUnavailableError:
+            raise
+        except StoreError as exc:  # for lack of a permission, say: nothing else is to wait for it
+            if self._can_scrub:
+                logger.error("What is stored can not be looked through: %s", exc)
+            self._can_scrub = False
+        else:
+            self._can_scrub = True
+        if is_damaged:
+            self.attention.set()  # what has no owner by now is to get one
+        return current
 
 
 class MembershipThread(threading.Thread):

@@ -29,11 +29,16 @@ from typing import Any, Literal, NamedTuple
 from kombu.utils import json
 
 from celery_dtimer import schedules
-from celery_dtimer.errors import InvalidTimerError, invalid, shown
+from celery_dtimer.errors import InvalidTimerError, NewerError, invalid, shown
 from celery_dtimer.options import CANVAS_KINDS
 from celery_dtimer.policy import PLAIN, Policy, decode_policy
 
 Status = Literal["active", "paused", "stopped", "broken"]
+
+#: The newest schema that this version reads and writes: the number of what is stored's format.
+#: Raise it with a change that a version before would take for something else, or for damage, and
+#: have the definitions that need it say so in their ``schema``: see the design.
+SCHEMA = 1
 
 #: The owner of the timers that nobody owns.
 UNASSIGNED = "unassigned"
@@ -285,8 +290,8 @@ def decode_definition(blob: str) -> Definition:
     """Return the definition stored in a blob.
 
     Raises:
-        InvalidTimerError: the blob is not a definition (edited by hand, or written by another
-            version).
+        NewerError: it was written by a newer version.
+        InvalidTimerError: the blob is not a definition: it was edited by hand.
     """
     try:
         content = _loads(blob)
@@ -294,6 +299,7 @@ def decode_definition(blob: str) -> Definition:
         raise InvalidTimerError(f"the stored definition is not JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise InvalidTimerError(f"the stored definition is {shown(content)}, not an object")
+    _check_schema(content)
     if "message" in content:
         return _decoded_countdown(content)
     schedule = schedules.decode(content.get("schedule"))
@@ -313,6 +319,36 @@ def decode_definition(blob: str) -> Definition:
         )
     except KeyError as exc:
         raise InvalidTimerError(f"the stored definition lacks {exc}") from exc
+
+
+_KNOWN = frozenset(
+    {
+        *("name", "task", "schedule", "args", "kwargs", "options", "description", "code_bound"),
+        *("zone_of", "message", "schema", _CUT),
+        *Policy.__slots__,
+    }
+)
+
+
+def _check_schema(content: Mapping[str, Any]) -> None:
+    """Refuse what a newer version has written, before something is read into it.
+
+    Raises:
+        NewerError: it needs a newer schema, or has a field that nothing is known of.
+        InvalidTimerError: its schema is no number.
+    """
+    schema = content.get("schema", SCHEMA)
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        raise InvalidTimerError(f"the stored schema is {shown(schema)}, not an int")
+    unknown = content.keys() - _KNOWN
+    if schema > SCHEMA or unknown:
+        needed = max(schema, SCHEMA + 1)
+        what = f"it has the field {shown(min(unknown))}" if unknown else f"it is of schema {schema}"
+        raise NewerError(
+            f"the stored definition is of a newer version: {what}, and this one reads schemas up "
+            f"to {SCHEMA}",
+            needed,
+        )
 
 
 #: The schedule of what is due when its state says so.
@@ -487,6 +523,9 @@ class TimerState:
 #: The reason of a timer that is stopped because it has no run left.
 FINISHED = "finished"
 
+#: What the reason of a timer begins with that is broken because of what was edited by hand.
+DAMAGED = "damaged: "
+
 
 @dataclass(frozen=True, slots=True)
 class Timer:
@@ -523,6 +562,8 @@ class Timer:
         try:
             definition = decode_definition(blob) if blob else None
             status, reason = state.status, state.reason
+        except NewerError as exc:
+            definition, status, reason = None, state.status, state.reason or str(exc)
         except InvalidTimerError as exc:
             definition, status, reason = None, "broken", state.reason or str(exc)
         owned = status == "active" and state.owner != UNASSIGNED
@@ -689,3 +730,7 @@ class Instance:
     replayed_from: datetime | None = None  #: the last such span: sent in it, they may come again
     replayed_until: datetime | None = None
     unreplicated: int = 0  #: commits that reached too few replicas (``dtimer_wait_replicas``)
+    schema: int = 0  #: the newest that it reads
+    #: Seconds by which its host's clock is ahead of the server's; None before it is known.
+    clock_offset: float | None = None
+    settings: str = field(default="", repr=False)  #: what all should agree on, as JSON

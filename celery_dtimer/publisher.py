@@ -308,6 +308,19 @@ class Publisher:
         connection.transport_options = {**limits, **(connection.transport_options or {})}
         connection.connect_timeout = min(connection.connect_timeout or self._timeout, self._timeout)
 
+    def registered(self, seconds: float) -> dict[str, list[str]] | None:
+        """Ask the workers which tasks they know; None when none answers in so many seconds.
+
+        Raises:
+            Exception: they can not be asked; whatever the broker's client raises.
+        """
+        with self._app.connection_for_write() as connection:
+            self._limit(connection)
+            _open(connection)
+            workers = self._app.control.inspect(timeout=seconds, connection=connection)
+            found: dict[str, list[str]] | None = workers.registered()
+        return found or None
+
     def revoke(self, task_ids: Sequence[str]) -> None:
         """Revoke tasks, and terminate those that run, on a connection of its own.
 

@@ -27,6 +27,7 @@ from celery_dtimer.atomic import ATOMIC, ON_A_CLUSTER, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass, StaleServerError
 from celery_dtimer.errors import (
+    DamagedError,
     DistributedTimerError,
     FencedError,
     SettingsError,
@@ -118,6 +119,8 @@ class Loop:
                 self._membership.report_stale()
             self._store_failures += 1
             self._say_waiting(exc)
+            if isinstance(exc, DamagedError):
+                self._membership.report_damage()
             return self._backing_off(self._store_failures)
         self._store_failures, self._has_said_waiting = 0, False
         self._say_sent(lease, done.sent)

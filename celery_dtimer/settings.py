@@ -48,6 +48,13 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+# They are times that instances judge each other by, or decide what becomes of a run.
+_SHARED = (
+    *("heartbeat_interval", "failure_check_interval", "instance_timeout", "lag_limit", "dispatch"),
+    *("keep_finished", "history", "track_runs", "run_lease", "queued_lease", "max_refusals"),
+)
+
+
 def defaults() -> dict[str, Any]:
     """Return every setting's name with its default, as the README's table lists them."""
     return dict(_DEFAULTS)
@@ -144,6 +151,11 @@ class Settings:
                 f"dtimer_instance_timeout={self.instance_timeout:g}: a loop that waits "
                 "longer looks dead"
             )
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What all instances of the service should agree on, by name: numbers and words alone."""
+        return {f"dtimer_{name}": getattr(self, name) for name in _SHARED} | self.defaults._asdict()
 
     @property
     def call_timeout(self) -> float:

@@ -39,8 +39,10 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from celery_dtimer import connections, planning, urls
 from celery_dtimer.errors import (
     ConflictError,
+    DamagedError,
     FencedError,
     InvalidTimerError,
+    SchemaError,
     StoreError,
     StoreUnavailableError,
     shown,
@@ -48,6 +50,7 @@ from celery_dtimer.errors import (
 from celery_dtimer.model import (
     LAST_MS,
     MAX_DEFINITION_BYTES,
+    SCHEMA,
     UNASSIGNED,
     Definition,
     Instance,
@@ -59,6 +62,7 @@ from celery_dtimer.model import (
 )
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.settings import Settings
+from celery_dtimer.version import __version__
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
 BATCH = 50
@@ -70,13 +74,16 @@ _PAGE = 1000  # timers of the queue that are read at once
 _HISTORY_PAGE = 500  # entries that are read at once
 _WAIT_SHORT_MS = 10  # that a commit waits for replicas while the one before had too few
 _LONGEST_PAUSE = 0.05  # seconds between two of them
+_SCRUBBED = 100  # timers, or runs, that are looked at with one call
+_SCANNED = 100  # keys that are passed with one call
 
 _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
     *("report", "give_up", "steal", "rezoned"),
     *("upsert", "delete", "pause", "resume", "stop", "trigger"),
     *("hold", "cancel"),
-    *("due", "commit", "linked", "purge", "scrub"),
+    *("due", "commit", "linked", "purge"),
+    *("mend", "scrub", "scrub_runs", "vanished", "restore"),
     *("run_started", "run_ended", "renew_runs", "open_runs", "close_runs", "lose"),
     "revoke_runs",
     *("requeue", "purge_dead"),
@@ -97,6 +104,8 @@ _SKIPPED = "skipped_"  # the fields that count runs which did not happen, follow
 _PASSING_IN_SCRIPT = re.compile(  # Redis before 7 wraps what a script ran into
     r"(^|-)(BUSY|READONLY|OOM|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF) "
 )
+_NEWER_SCHEMA = re.compile(r"(?:^|-|\s)SCHEMA (\d+)")
+_WRONG_TYPE = re.compile(r"(^|-|\s)WRONGTYPE ")  # likewise
 _FORBIDDEN_IN_SCRIPT = re.compile(  # as Redis 6, 7.0 and 7.2 say it
     r"(^|-)NOPERM |ACL failure in script|The user executing the script can't"
 )
@@ -159,7 +168,7 @@ class Keys:
     ``history:{s}``               stream   what was sent, and what was not and why
     ``runs:{s}``                  stream   what became of runs in the workers
     ``counters:{s}``              hash     how many runs were sent, and not, by reason
-    ``meta:{s}``                  hash     last epoch, count of membership changes, mover, zones;
+    ``meta:{s}``                  hash     last epoch, schema, membership changes, mover, zones;
                                            shards and layout
     ``departing:{s}``             set      timers that are on their way to other shards
     ``arrivals:{s}``              zset     what has come from other shards, and when that was over
@@ -183,16 +192,18 @@ class Keys:
 
 
 @cache
-def script_source(name: str) -> str:
-    """Return the text of a script with the prelude in front."""
+def script_source(name: str, schema: int = SCHEMA) -> str:
+    """Return the text of a script with the prelude in front, as a schema's version has it."""
     folder = resources.files("celery_dtimer") / "lua"
-    return f"{(folder / 'prelude.lua').read_text()}\n{(folder / f'{name}.lua').read_text()}"
+    prelude, script = ((folder / f"{each}.lua").read_text() for each in ("prelude", name))
+    return f"local SCHEMA = {schema}\n{prelude}\n{script}"
 
 
 @cache
-def scripts() -> Mapping[str, str]:
+def scripts(schema: int = SCHEMA) -> Mapping[str, str]:
     """Return every script's name with the SHA-1 that Redis knows it by."""
-    return {name: hashlib.sha1(script_source(name).encode()).hexdigest() for name in _SCRIPTS}  # noqa: S324
+    sources = {name: script_source(name, schema) for name in _SCRIPTS}
+    return {name: hashlib.sha1(text.encode()).hexdigest() for name, text in sources.items()}  # noqa: S324
 
 
 # ------------------------------------------------------------------ answers
@@ -237,6 +248,25 @@ class Moved:
     busy: bool = False
     next_expiry_ms: int | None = None
     reaped: tuple[str, ...] = ()
+
+
+class Repair(NamedTuple):
+    """Something that was put right."""
+
+    what: str  #: a timer, or another part of the name of its key
+    id: str
+    wrong: str  #: what was wrong, and what was done
+
+
+class Vanished(NamedTuple):
+    """A static timer that is not there as it was written."""
+
+    id: str
+    code: int  #: of ``vanished.lua``
+
+
+#: The codes of ``vanished.lua``.
+GONE, UNDEFINED, BROKEN = 1, 2, 3
 
 
 class DueTimer(NamedTuple):
@@ -353,12 +383,15 @@ class Settlement(NamedTuple):
     summary: str = ""  #: what is kept of a timer that has no run left, "" for all
     delay_ms: int = 0
     reason: str = ""
+    schema: int = 0  #: that an instance has to know which it goes to
     at_ms: int | None = None  #: when it is looked at next; None: when it is due
     message: Message | None = None  #: pushed by the commit; None when it was published before
 
     @property
     def detail(self) -> str:
         """The text that ``commit.lua`` takes with ``done``."""
+        if self.done == "lacking":
+            return f"{self.delay_ms} {self.schema}"
         if self.done not in ("run", "skip", "dead"):
             return storable(self.reason) or str(self.delay_ms)
         due_ms, at_ms, skip = self.next_due_ms, self.at_ms, self.skip
@@ -481,8 +514,11 @@ class Store:
     Raises (every method):
         StoreUnavailableError: Redis could not be reached, or did not answer within the time limit.
         StoreError: Redis answered with an error.
+        SchemaError: (methods that write) what is stored is of a newer version.
         FencedError: (methods that take an epoch) the instance is not registered with it any more.
     """
+
+    schema = SCHEMA  #: the newest that it reads
 
     def __init__(
         self,
@@ -551,17 +587,16 @@ class Store:
 
         With ``hear``, which is told the answer, replicas are waited for behind the script.
         """
-        keys_and_arguments = self._arguments(name, arguments)
+        call = 2, *self._arguments(name, arguments)
         waiting = [] if hear is None else [self._wait_for_replicas()]
-        answers = self._send(("EVALSHA", scripts()[name], 2, *keys_and_arguments), *waiting)
+        answers = self._send(("EVALSHA", scripts(self.schema)[name], *call), *waiting)
 
         def finish() -> Any:
             with self._errors():
                 found = answers()
                 if isinstance(found[0], NoScriptError):
-                    found = self.client.begin(
-                        ("EVAL", script_source(name), 2, *keys_and_arguments), *waiting
-                    )()
+                    source = script_source(name, self.schema)
+                    found = self.client.begin(("EVAL", source, *call), *waiting)()
                 value = _unless_error(found[0])
             if hear is not None:
                 hear(found[1])
@@ -613,6 +648,19 @@ class Store:
             raise StoreError(
                 f"Redis at {self.settings.masked_url} is a node of a cluster, and another one has "
                 "this service: its URL begins with redis+cluster:// or rediss+cluster://"
+            ) from exc
+        newer = _NEWER_SCHEMA.search(str(exc))
+        if newer is not None:
+            raise SchemaError(
+                f"service {self.settings.service} at {self.settings.masked_url} is kept in schema "
+                f"{newer[1]}, and celery_dtimer {__version__} knows schemas up to {self.schema}: "
+                "use a version as new as the newest that has written it"
+            ) from exc
+        if _WRONG_TYPE.search(str(exc)):
+            raise DamagedError(
+                f"Redis at {self.settings.masked_url} refused, since a key of service "
+                f"{self.settings.service} was edited into something of another type; a beat that "
+                f"runs repairs it: {exc}"
             ) from exc
         raise StoreError(f"Redis at {self.settings.masked_url} refused: {exc}") from exc
 
@@ -728,12 +776,91 @@ class Store:
         """Remove one-shots that ran long enough ago; return how many."""
         return int(self._call("purge", limit))
 
+    def mend(self) -> list[tuple[str, str, str]]:
+        """Remove keys of a wrong type; return what each was, its id or "", and its type."""
+        return _threes(self._call("mend"))
+
     def scrub(
-        self, instance: str, epoch: int, position: int, limit: int = BATCH
-    ) -> tuple[int, list[tuple[str, str]]]:
-        """Repair a window of the queue; return where to go on, and what was wrong with whom."""
-        following, *repairs = self._call("scrub", instance, epoch, position, limit)
-        return following, list(zip(repairs[::2], repairs[1::2], strict=True))
+        self,
+        instance: str,
+        epoch: int,
+        position: str = "",
+        limit: int = _SCRUBBED,
+        keys: Sequence[tuple[str, str]] = (),
+    ) -> tuple[str, list[Repair]]:
+        """Put timers right; return where to go on, "" at the end, and what was repaired.
+
+        Args:
+            instance: whoever does it,
+            epoch: of its registration.
+            position: where to go on, "" at the beginning.
+            limit: so many timers of the lists are looked at.
+            keys: what `keys_from` has come upon, which is looked at too.
+        """
+        keep_ms = round(self.settings.keep_finished * 1000)
+        flat = [part for pair in keys for part in pair]
+        following, *found = self._call("scrub", instance, epoch, position, limit, keep_ms, *flat)
+        return following, [Repair(*each) for each in _threes(found)]
+
+    def scrub_runs(
+        self, instance: str, epoch: int, position: str = "0", limit: int = _SCRUBBED
+    ) -> tuple[str, list[Repair]]:
+        """Put runs that are out right; return where to go on, "0" at the end, and the repairs."""
+        lease_ms = round(self.settings.run_lease * 1000)
+        following, *found = self._call("scrub_runs", instance, epoch, position, limit, lease_ms)
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return following, [Repair("running", id, wrong) for id, wrong in pairs]
+
+    def keys_from(self, cursor: int, limit: int = _SCANNED) -> tuple[int, list[tuple[str, str]]]:
+        """Pass some keys of the server; return where to go on, 0 at the end, and what was found.
+
+        That is, of the service's keys, what they are and the id in them. Of a cluster, whose nodes
+        have keys of their own, nothing is told.
+        """
+        pattern = re.compile(f"{re.escape(self.settings.key_prefix)}([a-z_]+):{self._tag}:(.+)")
+        with self._errors():
+            found = self.client.scan(cursor, match=self._glob, count=limit)
+        following, names = found
+        if isinstance(following, dict):
+            return 0, []
+        matches = map(pattern.fullmatch, names)
+        return int(following), [(match[1], match[2]) for match in matches if match]
+
+    @property
+    def _tag(self) -> str:
+        return re.escape(f"{{{encode_name(self.settings.service)}}}")
+
+    @property
+    def _glob(self) -> str:
+        """The pattern of the service's keys that have an id, as SCAN takes it."""
+        special = re.compile(r"[][*?\\^]")
+        prefix, service = (
+            special.sub(lambda found: "\\" + found[0], text)
+            for text in (self.settings.key_prefix, encode_name(self.settings.service))
+        )
+        return f"{prefix}*:{{{service}}}:*"
+
+    def vanished(
+        self, instance: str, epoch: int, timers: Iterable[tuple[str, str, int | None]]
+    ) -> list[Vanished]:
+        """Return those of some static timers that are not there as they were written.
+
+        Args:
+            instance: whoever asks,
+            epoch: of its registration.
+            timers: id, revision, and length of the definition; None for one that can not be read.
+        """
+        flat = [part for id, revision, size in timers for part in (id, revision, _text(size))]
+        found = self._call("vanished", instance, epoch, *flat)
+        return [Vanished(id, code) for id, code in zip(found[::2], found[1::2], strict=True)]
+
+    def restore(self, instance: str, epoch: int, definitions: Sequence[Definition]) -> int:
+        """Write definitions of timers again that are of their revision; return how many."""
+        restored = 0
+        for batch in _sized_chunks(definitions, _size_of, _BATCH_BYTES, _UPSERTS):
+            flat = [part for each in batch for part in (each.id, each.revision, each.blob)]
+            restored += sum(self._call("restore", instance, epoch, *flat))
+        return restored
 
     def instances(self) -> list[Instance]:
         """Return the registered instances, oldest first."""
@@ -751,17 +878,46 @@ class Store:
         ]
         return sorted(found, key=lambda instance: (instance.started_at, instance.id))
 
-    def may_evict(self) -> bool:
-        """Say whether the server drops keys when memory is full; False when it does not tell."""
-        try:
-            with self._errors():
-                found = self.client.config_get("maxmemory*")
-        except StoreUnavailableError:
-            raise
-        except StoreError:
-            return False
-        policy_of = str(found.get("maxmemory-policy", "noeviction"))
-        return found.get("maxmemory", "0") != "0" and policy_of != "noeviction"
+    def information(self, *sections: str) -> dict[str, Any]:
+        """Return what the server says of itself, {} when it does not."""
+        found: dict[str, Any] = {}
+        with self._errors():
+            client = self.client
+            pipe = client.pipeline(transaction=False)
+            for section in sections:
+                pipe.info(section)
+            for answer in pipe.execute(raise_on_error=False):
+                if isinstance(answer, RedisError) and is_passing(answer):
+                    raise answer
+                if isinstance(answer, dict):
+                    found |= answer
+        return found
+
+    def stored_schema(self) -> int:
+        """Return the schema of what is stored, 0 when none was noted yet."""
+        with self._errors():
+            found = self.client.hget(self.keys("meta"), "schema")
+        return _number(found or "")
+
+    def dead_count(self) -> int:
+        """Return how many dead letters there are."""
+        with self._errors():
+            return int(self.client.zcard(self.keys("dead_timers")))
+
+    def configuration(self, names: Iterable[str]) -> dict[str, str]:
+        """Return parameters of the server's configuration, without those that it does not tell."""
+        found: dict[str, str] = {}
+        with self._errors():
+            client = self.client
+            pipe = client.pipeline(transaction=False)
+            for name in names:
+                pipe.config_get(name)
+            for answer in pipe.execute(raise_on_error=False):
+                if isinstance(answer, RedisError) and is_passing(answer):
+                    raise answer
+                if isinstance(answer, dict):
+                    found |= {str(name): str(value) for name, value in answer.items()}
+        return found
 
     # -- firing
 
@@ -1695,6 +1851,9 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
         started_at=to_datetime(_number(row.get("started_at", ""))),
         heartbeat_at=to_datetime(_number(row.get("heartbeat_at", ""))),
         version=row.get("version", ""),
+        schema=_number(row.get("schema", "")),
+        clock_offset=_offset(row.get("clock_offset_ms", "")),
+        settings=row.get("settings", ""),
         dispatch=row.get("dispatch", ""),
         dispatch_reason=row.get("dispatch_reason", ""),
         broker=row.get("broker", ""),
@@ -1712,6 +1871,22 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
 def _moment(text: str) -> datetime | None:
     moment_ms = maybe_whole(text)
     return None if moment_ms is None else to_datetime(moment_ms)
+
+
+def _threes(flat: Sequence[str]) -> list[tuple[str, str, str]]:
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _offset(text: str) -> float | None:
+    """Return a number of ms, with its sign, in seconds; None when it is none."""
+    offset_ms = maybe_whole(text.removeprefix("-"))
+    if offset_ms is None:
+        return None
+    return (-offset_ms if text.startswith("-") else offset_ms) / 1000
 
 
 def _number(text: str) -> int:

@@ -18,10 +18,11 @@ from celery import Celery, Task
 from celery.canvas import Signature
 from celery.schedules import BaseSchedule
 
-from celery_dtimer import consistency, countdowns, history, planning, schedules
+from celery_dtimer import consistency, countdowns, doctor, history, planning, schedules
 from celery_dtimer.canvas import is_canvas, parts_of
 from celery_dtimer.countdowns import PendingTask
 from celery_dtimer.declarations import declare
+from celery_dtimer.doctor import Finding
 from celery_dtimer.errors import (
     ConflictError,
     DistributedTimerError,
@@ -88,6 +89,7 @@ _BEATS_SERVICE = "dtimer_beats_service"  # the attribute of an app that holds th
 _TRACKING = "dtimer_tracking"  # the attribute of an app that holds what tracks its runs
 _MOST_PREVIEWED = 10_000
 _MOST_PAGED = 2**53
+_LONGEST_ASKED = 60  # seconds that workers may take to answer
 _PAGE = 1000  # timers that are read at once
 _STATUSES = ("active", "paused", "stopped", "broken")
 
@@ -97,6 +99,7 @@ class Counts(NamedTuple):
 
     sent: int
     skips: dict[str, int]  #: runs that did not happen, by reason
+    repaired: int = 0  #: how often something was put right that was damaged
 
 
 class DistributedTimer:
@@ -630,6 +633,23 @@ class DistributedTimer:
         """
         return reshard(self.store, check_shards("shards", shards), on_progress)
 
+    def doctor(self, *, worker_timeout: float = 1.0) -> list[Finding]:
+        """Return what is so in the service, what is wrong, and what to do about it.
+
+        All timers are read; nothing is changed. A server or a broker that does not answer is a
+        finding, too.
+
+        Args:
+            worker_timeout: seconds that workers have to say which tasks they know; 0 to ask none.
+        """
+        is_number = isinstance(worker_timeout, (int, float)) and not isinstance(
+            worker_timeout, bool
+        )
+        if not is_number or not 0 <= worker_timeout <= _LONGEST_ASKED:
+            accepted = f"seconds from 0 to {_LONGEST_ASKED}"
+            raise invalid("worker_timeout", worker_timeout, accepted)
+        return doctor.examine(self.store, self.app, seconds=worker_timeout)
+
     def get_counts(self) -> Counts:
         """Return how many runs the service has sent, and how many did not happen, by reason."""
         found = self.store.counters()
@@ -638,7 +658,7 @@ class DistributedTimer:
             for reason in planning.REASONS
             if f"skipped_{reason}" in found
         }
-        return Counts(found.get("sent", 0), skips)
+        return Counts(found.get("sent", 0), skips, found.get("repaired", 0))
 
     # ------------------------------------------------------------ runs
 
@@ -970,6 +990,8 @@ class DistributedTimer:
 
     def delete_timer(self, timer: str) -> None:
         """Delete a timer, with its pending triggers.
+
+        A static timer is written again by the beats that declare it: stop it instead.
 
         Raises:
             TimerNotFoundError: there is none.

@@ -6,6 +6,7 @@
 --   then nothing was written.
 -- Worst case: O(countdowns of the call * log timers).
 
+check_types()
 local answer = {}
 for i = 2, #ARGV do
   local id = ARGV[i]

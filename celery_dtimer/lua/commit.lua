@@ -20,7 +20,8 @@
 --     dead        the same as skip, and after a line feed why: its run is given up and goes to the dead letters
 --     refused     ms until it is tried again
 --     waits       task ids of its run, with blanks in between: it waits until no other run of the timer is out
---     lacking     ms until it is tried again   it needs code that another instance may have
+--     lacking     ms until it is tried again, blank, schema   it needs code that another instance may have, or one that knows
+--                 this schema
 --     broken      reason   it goes to the dead letters
 --     unreadable  reason   its state could not be read: it is not compared
 --     missing     ""   there was no active timer's hash
@@ -35,6 +36,7 @@
 -- A call with the number of the last one (its reply was lost) gets its codes, and changes nothing.
 -- Worst case: O(timers of the call * log timers), and their messages.
 
+check_types()
 local call = redis.call
 local id, sequence, how = ARGV[2], ARGV[4], ARGV[6]
 local keep, kept_history, tracked = string.match(ARGV[5], '^(%d+) (%d+) ([01])$')
@@ -226,7 +228,11 @@ local function wait(timer, name, row, tasks)
 end
 
 local others
-local function pass_on(timer, name, row, delay)
+local UNREAD = 10 -- times as long as asked for a timer is left alone that no instance can read
+
+local function pass_on(timer, name, row, detail)
+  local delay, schema = string.match(detail, '^(%d+) (%d+)$')
+  delay, schema = tonumber(delay), tonumber(schema)
   if not others then
     others = {}
     for _, each in ipairs(candidates()) do
@@ -235,10 +241,16 @@ local function pass_on(timer, name, row, delay)
       end
     end
   end
-  local at = postpone(timer, name, row, delay)
-  if #others > 0 then
+  local takers = {}
+  for _, each in ipairs(others) do
+    if schema == 0 or number(fields(key('instance', each.id), 'schema')[1], 0) >= schema then
+      takers[#takers + 1] = each
+    end
+  end
+  local at = postpone(timer, name, row, schema > 0 and #takers == 0 and UNREAD * delay or delay)
+  if #takers > 0 then
     call('ZREM', own_timers, timer)
-    assign(timer, at, placement(others)())
+    assign(timer, at, placement(takers)())
   end
 end
 

@@ -4,6 +4,7 @@
 -- Returns 1 for each timer that was there, 0 for one that was not.
 -- Worst case: O(timers of the call and their triggers * log timers).
 
+check_types()
 local answer = {}
 for i = 2, #ARGV do
   local there = redis.call('EXISTS', key('timer', ARGV[i])) == 1

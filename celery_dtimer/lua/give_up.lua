@@ -5,6 +5,7 @@
 -- moving timers. Nothing moves while nobody else says that its broker works. The instance stays registered.
 -- Worst case: O(instances + limit log timers).
 
+check_types()
 local id = ARGV[2]
 local hindered = hindrance(id, ARGV[3])
 if hindered then

@@ -5,6 +5,7 @@
 -- Returns the moment at which it is due.
 -- Worst case: O(instances + log timers).
 
+check_types()
 local id, due = ARGV[2], ARGV[4]
 local timer = key('timer', id)
 if string.sub(due, 1, 1) == '+' then

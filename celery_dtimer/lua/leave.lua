@@ -5,6 +5,7 @@
 -- the failure check: the instance counts as dead from its first call on.
 -- Worst case: O(instances + limit log timers).
 
+check_types()
 local id = ARGV[2]
 if not holds_epoch(id, ARGV[3]) then
   return FENCED

@@ -7,6 +7,7 @@
 -- It is sent again as it was, or not at all; its letter says by a revision which definition sends it.
 -- Worst case: O(instances + log timers + triggers of the timer + size of the definition).
 
+check_types()
 local task, again = ARGV[4], ARGV[6]
 if not holds_epoch(ARGV[2], ARGV[3]) then
   return FENCED

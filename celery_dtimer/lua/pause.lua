@@ -4,6 +4,7 @@
 -- Returns 1 paused now, 2 was paused before, 0 no such timer, -3 stopped or broken: nothing to pause.
 -- Worst case: O(log timers).
 
+check_types()
 local row = fields(key('timer', ARGV[2]), 'status', 'owner')
 if not row[1] then
   return 0

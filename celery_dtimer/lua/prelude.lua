@@ -15,6 +15,7 @@ local PREFIX, TAG = string.match(KEYS[1], '^(.-)meta:({[^}]*})$')
 local UNASSIGNED = 'unassigned'
 local FENCED, BUSY, UNLINKED, ELSEWHERE = -1, -2, -3, -9
 local GIVEN_NOW, GIVEN_LAYOUT = string.match(ARGV[1], '^(%d*)@?(%d*)$')
+local DAMAGED = 'damaged: ' -- begins the reason of a timer that is broken because of what was edited, not of what it is
 local LAST_MS = 253402300799999 -- the last moment that can be shown, in the year 9999
 
 local function key(what, id)
@@ -25,6 +26,18 @@ local function key(what, id)
 end
 
 local META = KEYS[1]
+
+-- What is stored may be of a newer schema than SCHEMA, which is the caller's: then it is left alone, in every script. (META may
+-- have been edited into something else, which mend.lua removes.)
+local function stored_schema()
+  local found = redis.pcall('HGET', META, 'schema')
+  return type(found) == 'string' and tonumber(found) or 0
+end
+
+if stored_schema() > SCHEMA then
+  return redis.error_reply('SCHEMA ' .. string.format('%.0f', stored_schema()))
+end
+
 local QUEUE = key('timer_queue')
 local INSTANCES = key('service_instances')
 local INACTIVE = key('inactive_timers')
@@ -55,6 +68,12 @@ local function server_time()
 end
 
 local NOW, MICROS = server_time()
+
+-- Raise Redis' own error when what nearly every transition writes to is of another type: before a first write, not half way.
+local function check_types()
+  redis.call('ZCARD', QUEUE)
+  redis.call('ZCARD', INACTIVE)
+end
 
 -- Says whether a timer is a durable countdown: nothing is left of it, in the history neither, once it was sent.
 local function is_countdown(id)
@@ -272,7 +291,7 @@ end
 -- Take a timer out of the queue and from its owner.
 local function unschedule(id, owner)
   redis.call('ZREM', QUEUE, id)
-  redis.call('ZREM', key('instance_timers', owner or UNASSIGNED), id)
+  redis.pcall('ZREM', key('instance_timers', owner or UNASSIGNED), id)
 end
 
 -- Put an existing timer aside: paused, stopped or broken.
@@ -311,7 +330,7 @@ local function keep_lease(task, timer, expiry, deadline)
     expiry = math.min(deadline, expiry)
   end
   redis.call('ZADD', RUN_LEASES, whole(expiry), task)
-  redis.call('ZADD', key('open_runs', timer), 'XX', whole(expiry), task)
+  redis.pcall('ZADD', key('open_runs', timer), 'XX', whole(expiry), task)
 end
 
 local function put_lease(task, expiry, text)
@@ -483,24 +502,37 @@ end
 
 -- Remove a timer with its pending triggers.
 local function erase_family(id)
-  for _, trigger in ipairs(redis.call('SMEMBERS', key('triggers', id))) do
+  local triggers = redis.pcall('SMEMBERS', key('triggers', id))
+  for _, trigger in ipairs(triggers.err and {} or triggers) do
     erase(trigger)
   end
   redis.call('DEL', key('triggers', id))
   erase(id)
 end
 
--- Remove what is left of a timer whose hash is gone, or is something else; whoever declares it writes it again.
+-- Remove what is left of a timer whose hash is gone; set it aside as broken if something else is in the hash's place, or no
+-- status in it. Whoever declares it writes it again.
 local function bury(id)
+  local timer = key('timer', id)
+  local kind = redis.call('TYPE', timer).ok
   unschedule(id, UNASSIGNED)
-  redis.call('ZREM', INACTIVE, id)
-  redis.call('DEL', key('timer', id), key('timer_definition', id))
   for _, instance in ipairs(registered()) do
     redis.call('ZREM', key('instance_timers', instance.id), id)
     local source = fields(key('instance', instance.id), 'source')[1]
     if source then
-      redis.call('SREM', key('static_timers', source), id)
+      redis.pcall('SREM', key('static_timers', source), id)
     end
+  end
+  if kind == 'none' or is_countdown(id) or fields(timer, 'parent')[1] then
+    redis.call('ZREM', INACTIVE, id)
+    redis.call('DEL', timer, key('timer_definition', id))
+  else
+    if kind ~= 'hash' then
+      redis.call('DEL', timer)
+    end
+    local row = fields(timer, 'revision', 'created')
+    redis.call('HSET', timer, 'revision', row[1] or '-', 'created', whole(number(row[2], NOW)))
+    set_aside(id, nil, 'broken', DAMAGED .. (kind == 'hash' and 'its state had no status' or 'its state was a ' .. kind))
   end
   redis.call('HINCRBY', META, 'members', 1)
 end
@@ -537,12 +569,24 @@ local function hand_over(from, found, limit)
   return #rows / 2
 end
 
+-- Raise the schema of what is stored to the newest that all registered instances read: what is older may join no more.
+local function raise_schema()
+  local lowest = math.huge
+  for _, instance in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
+    lowest = math.min(lowest, number(fields(key('instance', instance), 'schema')[1], 0))
+  end
+  if lowest < math.huge and lowest > stored_schema() then
+    redis.call('HSET', META, 'schema', whole(lowest))
+  end
+end
+
 -- Remove an instance that owns nothing any more.
 local function forget(id)
   local declaration = fields(key('instance', id), 'declaration')[1]
   redis.call('ZREM', INSTANCES, id)
   redis.call('DEL', key('instance', id), key('instance_timers', id))
   redis.call('HINCRBY', META, 'members', 1)
+  raise_schema()
   if declaration then
     for _, other in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
       local row = fields(key('instance', other), 'declaration', 'declaring')

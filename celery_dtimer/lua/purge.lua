@@ -4,8 +4,16 @@
 -- Returns how many were removed.
 -- Worst case: O(limit log timers).
 
+check_types()
 local ids = redis.call('ZRANGEBYSCORE', INACTIVE, '-inf', whole(NOW), 'LIMIT', 0, ARGV[2])
+local removed = 0
 for _, id in ipairs(ids) do
-  erase_family(id)
+  local row = fields(key('timer', id), 'status', 'reason')
+  if not row[1] or (row[1] == 'stopped' and (row[2] == 'finished' or row[2] == 'ended')) then
+    erase_family(id)
+    removed = removed + 1
+  else
+    redis.call('ZADD', INACTIVE, '+inf', id) -- its time was edited by hand
+  end
 end
-return #ids
+return removed

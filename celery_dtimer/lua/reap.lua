@@ -6,6 +6,7 @@
 -- -1 when the caller's epoch is over, -2 when another instance is moving timers.
 -- Worst case: O(instances + limit log timers).
 
+check_types()
 local id, limit = ARGV[2], tonumber(ARGV[4])
 local hindered = hindrance(id, ARGV[3])
 if hindered then

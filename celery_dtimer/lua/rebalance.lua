@@ -7,6 +7,7 @@
 -- Sticky: only a surplus moves, and what is due within 20 ms stays for the next pass.
 -- Worst case: O(instances^2 + limit log timers).
 
+check_types()
 local IMMINENT = 20
 local id, drift, limit, late = ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), NOW - tonumber(ARGV[6])
 local hindered = hindrance(id, ARGV[3])

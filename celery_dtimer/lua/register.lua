@@ -6,6 +6,8 @@
 -- Returns {epoch, now, members, the last epoch before that the server knows}. That one is smaller than the instance's own
 -- when the server lacks its registration: then what it lacks is noted, unless it is everything. The epoch is larger than any handed out before: a replica promoted without the last write
 -- would hand out a plain counter twice.
+-- As every script it fails, and writes nothing, where the stored schema is newer than the caller's; that is raised once no
+-- instance is registered that does not know it.
 -- Worst case: O(instances).
 
 local id, former = ARGV[2], number(ARGV[5], 0)
@@ -19,8 +21,9 @@ local members = redis.call('HINCRBY', META, 'members', 1)
 redis.call('DEL', key('instance', id))
 redis.call('HSET', key('instance', id), 'id', id, 'epoch', whole(epoch), 'status', 'active',
   'started_at', whole(NOW), 'heartbeat_at', whole(NOW), 'heartbeat_interval', ARGV[3], 'instance_timeout', ARGV[4],
-  unpack(ARGV, 7))
+  'schema', SCHEMA, unpack(ARGV, 7))
 redis.call('ZADD', INSTANCES, whole(NOW), id)
+raise_schema()
 if last > 0 and last < former then
   note_replay(id, math.max(last, newest), ARGV[6])
 end

@@ -6,6 +6,7 @@
 -- Returns 1, or 0 when there is no such letter.
 -- Worst case: O(instances + log timers + log letters + size of the definition).
 
+check_types()
 local KEPT_MS = 7 * 86400000
 local letter = ARGV[2]
 if not drop_letter(letter) then

@@ -7,6 +7,7 @@
 -- It may be due at its last_sent: the run is out, and its owner advances it without sending.
 -- Worst case: O(instances + log timers).
 
+check_types()
 local id, due, at = ARGV[2], tonumber(ARGV[5]), tonumber(ARGV[6])
 local timer = key('timer', id)
 local row = fields(timer, 'status', 'revision', 'last_run', 'last_sent')

@@ -7,6 +7,7 @@
 -- instance that is leaving, or whose broker is down, takes nothing. The mover is not held, so that several may help.
 -- Worst case: O(instances log instances + (limit + timers in flight) log timers).
 
+check_types()
 local id, limit = ARGV[2], tonumber(ARGV[5])
 local late = whole(NOW - tonumber(ARGV[4]))
 local hindered = hindrance(id, ARGV[3])

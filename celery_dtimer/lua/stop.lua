@@ -5,6 +5,7 @@
 -- Returns 1 stopped now, 2 was stopped before, 0 no such timer.
 -- Worst case: O(log timers).
 
+check_types()
 local row = fields(key('timer', ARGV[2]), 'status', 'owner', 'reason')
 if not row[1] then
   return 0

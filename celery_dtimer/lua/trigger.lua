@@ -5,6 +5,7 @@
 -- Returns 1, 0 no such timer, -3 the timer has no definition to send (a one-shot that has run, or a broken one).
 -- Worst case: O(instances + log timers + size of the definition).
 
+check_types()
 local parent, id = ARGV[2], ARGV[3]
 local row = fields(key('timer', parent), 'status', 'revision', 'reason', 'parent')
 local definition = redis.pcall('GET', key('timer_definition', parent))

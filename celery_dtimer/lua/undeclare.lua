@@ -4,6 +4,7 @@
 -- Returns the ids that were deleted, or -1 when the epoch is over. While an instance has not declared yet nothing is deleted.
 -- Worst case: O(timers of the call * (instances + log timers)).
 
+check_types()
 local source = ARGV[4]
 if not holds_epoch(ARGV[2], ARGV[3]) then
   return FENCED

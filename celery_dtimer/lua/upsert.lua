@@ -14,10 +14,14 @@
 -- them still is to come, and is not the one that is due while it is out, or its owner about to publish it.
 -- Worst case: O(instances + timers of the call * log timers).
 
+check_types()
 local FIRST, STRIDE = 4, 3 -- the first timer's values, and how many each has
 local HEAD = '^(%S+) (%S+) (%S+) (%S+) (%d+) ([01]) (%S+) (.*)$'
 local NONE = {}
 local now, source = whole(NOW), ARGV[2]
+if source ~= '' then
+  redis.call('SCARD', key('static_timers', source)) -- its type, before the first write
+end
 local keep, kept_history = string.match(ARGV[3], '^(%d+) (%d+)$')
 local choose = placement(candidates())
 local timers, queued, owned, definitions = {}, {}, {}, {}
@@ -75,7 +79,7 @@ local function declare(timer, id, row)
     redis.call('SADD', key('static_timers', source), id)
   end
   if row.source and row.source ~= source then
-    redis.call('SREM', key('static_timers', row.source), id)
+    redis.pcall('SREM', key('static_timers', row.source), id)
     if source == '' then
       redis.call('HDEL', timer, 'source')
     end

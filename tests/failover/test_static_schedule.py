@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.failover.deployment import TAKEOVER, Deploy, stop_all
+import re
+
+from celery_dtimer.model import SCHEMA
+from tests.failover.deployment import TAKEOVER, Deploy, Deployment, stop_all
 from tests.waiting import wait_until
 
 
@@ -81,6 +84,71 @@ def test_a_rolling_change_of_arguments_keeps_the_phase_and_the_last_one_wins(
 
     assert list(deployment.timers.get_timer("job").args) == ["new"]
     deployment.ledger.assert_every_run_once(["job"], 1000, end_ms)
+
+
+def _written(deployment: Deployment) -> int:
+    """Return how many static timers all beats together say they have created or updated."""
+    found = re.compile(r"(\d+) timers created or updated").findall
+    return sum(int(count) for beat in deployment.processes for count in found(beat.log_text()))
+
+
+def _deleted(deployment: Deployment) -> int:
+    texts = [beat.log_text() for beat in deployment.processes]
+    return sum(text.count("is not declared any more: deleted") for text in texts)
+
+
+def test_old_and_new_schedules_side_by_side_do_not_flap(deploy: Deploy) -> None:
+    """Each timer is written once by each release, whoever restarts, dies, or joins."""
+    old = {"kept": entry(1.0), "changed": entry(1.0, "old"), "dropped": entry(1.0)}
+    new = {"kept": entry(1.0), "changed": entry(1.0, "new"), "added": entry(1.0)}
+    deployment = deploy(beat_schedule=old)
+    beats = deployment.start_beats(2)
+    deployment.wait_firing(list(old))
+    first = len(old) + 1  # Celery's own too
+    assert _written(deployment) == first
+
+    beats.append(deployment.start_beat(beat_schedule=new))
+    deployment.wait_registered(beats)
+    wait_until(lambda: _written(deployment) == first + 2, "what is new to be written", 5)
+    # Old ones restart, join and die beside the new one, for as long as several checks take.
+    stop_all([beats.pop(0)])
+    beats.append(deployment.start_beat(beat_schedule=old))
+    deployment.wait_registered(beats)
+    beats.pop(0).kill()
+    deployment.wait_registered(beats)
+    deployment.pass_time(2)
+    assert deployment.names() == ["added", "changed", "dropped", "kept"]
+    assert list(deployment.timers.get_timer("changed").args) == ["new"]
+    assert (_written(deployment), _deleted(deployment)) == (first + 2, 0)
+
+    stop_all([beats.pop(1)])  # the last one of the old release
+    beats.append(deployment.start_beat(beat_schedule=new))
+    deployment.wait_registered(beats)
+    wait_until(lambda: _deleted(deployment) == 1, "what was dropped to go", TAKEOVER + 2)
+    end_ms = deployment.pass_time(2)
+    deployment.wait_sent(list(new), end_ms - 999)
+
+    assert deployment.names() == ["added", "changed", "kept"]
+    assert (_written(deployment), _deleted(deployment)) == (first + 2, 1)
+    deployment.ledger.assert_nothing_doubled()
+    deployment.ledger.assert_on_the_grid(1000)
+
+
+def test_a_beat_that_is_too_old_waits_and_leaves_everything_alone(deploy: Deploy) -> None:
+    deployment = deploy(beat_schedule={"job": entry(1.0)})
+    meta = deployment.key("meta")
+    deployment.store.client.hset(meta, "schema", SCHEMA + 1)
+    beat = deployment.start_beat()
+    wait_until(lambda: "knows schemas up to" in beat.log_text(), "the refusal", 10)
+    deployment.pass_time(2)
+    assert deployment.store.client.keys(f"{deployment.prefix}*:{{orders}}*") == [meta]
+    assert deployment.store.client.hgetall(meta) == {"schema": str(SCHEMA + 1)}
+    assert beat.log_text().count("knows schemas up to") == 1
+    deployment.store.client.hset(meta, "schema", SCHEMA)
+    deployment.wait_firing(["job"])
+    deployment.store.client.hset(meta, "schema", SCHEMA + 1)
+    assert stop_all([beat])[0] < 3
+    deployment.store.client.hset(meta, "schema", SCHEMA)
 
 
 def test_a_change_of_the_schedule_computes_the_next_run_anew(deploy: Deploy) -> None:

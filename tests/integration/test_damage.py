@@ -93,7 +93,9 @@ def test_a_damaged_definition_stops_only_its_timer(
     assert timers.get_timer(victim).status == "broken"
 
 
-@pytest.mark.parametrize("kind", ["timer", "timer_queue member", "timer of a wrong type"])
+@pytest.mark.parametrize(
+    "kind", ["timer", "timer_queue member", "timer of a wrong type", "timer_queue", "owner"]
+)
 def test_half_deleted_timers_are_repaired(
     make_app: MakeApp,
     redis_server: RedisServer,
@@ -108,8 +110,14 @@ def test_half_deleted_timers_are_repaired(
     timers.create_timer("victim", 0.3, "record")
     wait_until(lambda: reader.ledger.names() == {"static", "victim"}, "both to run")
     victim = timers.get_timer("victim").id
+    instance = timers.get_service_instances()[0].id
     if kind == "timer_queue member":
         client.zrem(f"{prefix}timer_queue:{{orders}}", victim)
+    elif kind in ("timer_queue", "owner"):
+        key = kind if kind == "timer_queue" else "instance_timers"
+        key = f"{prefix}{key}:{{orders}}" + (f":{instance}" if kind == "owner" else "")
+        client.delete(key)
+        client.set(key, "nonsense")
     else:
         client.delete(f"{prefix}timer:{{orders}}:{victim}")
     if kind == "timer of a wrong type":
@@ -135,3 +143,44 @@ def test_a_static_timer_deleted_by_hand_comes_back(
     deleted_ms = redis_server.now_ms()
     wait_until(lambda: reader.ledger.since(deleted_ms + 500), "runs to come again", 10)
     wait_until(lambda: not timers.check_consistency(), "the repair", 10)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("meta", "timer_queue", "inactive_timers", "service_instances", "history", "counters"),
+        *("running", "run_leases", "dead_timers", "runs"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gone", "a string"])
+def test_no_key_of_the_service_is_needed_for_long(
+    make_app: MakeApp,
+    redis_server: RedisServer,
+    read_queue: ReadQueue,
+    start_timers: StartTimers,
+    prefix: str,
+    key: str,
+    kind: str,
+) -> None:
+    app, client = make_app(beat_schedule={"static": GOOD}), redis_server.client
+    reader = read_queue(app)
+    timers = start_timers(app)
+    timers.create_timer("dynamic", 0.3, "record")
+    timers.create_timer("paused", 0.3, "record")
+    timers.pause_timer("paused")
+    wait_until(lambda: reader.ledger.names() >= {"static", "dynamic"}, "both to run")
+    name = f"{prefix}{key}:{{orders}}"
+    client.delete(name)
+    if kind == "a string":
+        client.set(name, "nonsense")
+    damaged_ms = redis_server.now_ms()
+    wait_until(
+        lambda: (
+            {run.name for run in reader.ledger.since(damaged_ms + 500)} >= {"static", "dynamic"}
+        ),
+        "both to run on",
+        10,
+    )
+    wait_until(lambda: not timers.check_consistency(), "the repair", 10)
+    assert timers.get_timer("paused").status == "paused"
+    wait_until(lambda: "paused" in {each.name for each in timers.get_timers()}, "its list", 10)

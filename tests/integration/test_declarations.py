@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from celery_dtimer.declarations import Declaration, StaticSchedule
-from celery_dtimer.model import Lease
+from celery_dtimer.model import Lease, broken_blob, timer_id
 from celery_dtimer.store import Settlement
 from tests.integration.conftest import START_MS, Service
 
 MakeCode = Callable[..., "Code"]
+
+BROKEN = {"odd": (broken_blob("odd", "task"), "no schedule")}  # what code declares wrongly
 
 
 class Code:
@@ -21,9 +23,20 @@ class Code:
     def __init__(self, service: Service, instance: str, **timers: Any) -> None:
         self.service, self.instance = service, instance
         definitions = {name: service.define(name, args=(args,)) for name, args in timers.items()}
-        self.static = StaticSchedule(service.store, Declaration("app", definitions))
+        broken = {name: entry for name, entry in BROKEN.items() if name in timers}
+        definitions = {name: each for name, each in definitions.items() if name not in broken}
+        declaration = Declaration("app", definitions, broken=broken)
+        self.static = StaticSchedule(service.store, declaration, clock=self._seconds)
         self.epoch = service.join(instance)
         self.seen = -1
+
+    def _seconds(self) -> float:
+        return self.service.clock.now_ms / 1000
+
+    def look(self) -> None:
+        """Do what the loop does in each turn, once the time between two checks has passed."""
+        self.service.clock.advance(10)
+        self.static.step(Lease(self.instance, self.epoch, 1e9, members=self.seen))
 
     def reconcile(self) -> bool:
         """Do what the loop does after a heartbeat; return whether there was anything to do."""
@@ -149,13 +162,107 @@ def test_a_static_timer_damaged_by_hand_comes_back(
         missing = [due for due in service.due("a", code.epoch) if due.id == x]
         service.commit("a", code.epoch, *(Settlement(due, "missing") for due in missing))
     elif found_by == "scrub":
-        service.store.scrub("a", code.epoch, 0)
+        service.store.scrub("a", code.epoch)
     else:
         old, code = code, Code(service, "b", x=1, y=1)
         service.store.leave("a", old.epoch)
     settle(code)
     assert stored(service) == {"x": 1, "y": 1}
     assert service.state(x).owner == code.instance
+
+
+VANISHED: dict[str, Callable[[Service, str], Any]] = {
+    "its state": lambda service, x: service.redis.delete(service.keys("timer", x)),
+    "its definition": lambda service, x: service.redis.delete(service.keys("timer_definition", x)),
+    "its state and its definition": lambda service, x: service.redis.delete(
+        service.keys("timer", x), service.keys("timer_definition", x)
+    ),
+    "all of it": lambda service, x: (
+        service.store.delete([x]),
+        service.redis.delete(service.keys("static_timers", "app")),
+    ),
+    "its definition, edited": lambda service, x: service.redis.set(
+        service.keys("timer_definition", x), '{"name": "x"}'
+    ),
+    "its state, a list": lambda service, x: (
+        service.redis.delete(service.keys("timer", x)),
+        service.redis.rpush(service.keys("timer", x), "nonsense"),
+    ),
+    "its revision": lambda service, x: service.redis.hdel(service.keys("timer", x), "revision"),
+}
+
+
+@pytest.mark.parametrize("damage", VANISHED.values(), ids=VANISHED.keys())
+@pytest.mark.parametrize("repaired_first", [True, False])
+def test_a_static_timer_that_vanished_is_written_again_with_the_next_look(
+    service: Service, damage: Callable[[Service, str], Any], repaired_first: bool
+) -> None:
+    code = Code(service, "a", x=1, y=1)
+    settle(code)
+    x = service.define("x").id
+    damage(service, x)
+    if repaired_first:  # whichever comes first
+        service.store.scrub("a", code.epoch)
+    code.look()
+    assert stored(service) == {"x": 1, "y": 1}
+    assert service.state(x).status == "active"
+    service.store.scrub("a", code.epoch)
+    service.store.reap("a", code.epoch)
+    code.look()
+    settle(code)
+    assert stored(service) == {"x": 1, "y": 1}
+    assert service.state(x).status == "active"
+
+
+def test_a_static_timer_broken_by_hand_is_written_again_and_one_broken_by_its_code_is_not(
+    service: Service,
+) -> None:
+    code = Code(service, "a", x=1, y=1)
+    settle(code)
+    service.clock.advance(10)
+    by_id = {due.id: due for due in service.due("a", code.epoch)}
+    x, y = service.define("x").id, service.define("y").id
+    reasons = {x: "damaged: its definition is gone", y: "unknown serializer"}
+    for id, reason in reasons.items():
+        service.commit("a", code.epoch, Settlement(by_id[id], "broken", reason=reason))
+    code.look()
+    assert service.state(x).status == "active"
+    assert service.state(y).reason == "unknown serializer"
+
+
+def test_an_entry_that_cannot_be_read_is_listed_again_when_it_has_vanished(
+    service: Service,
+) -> None:
+    code = Code(service, "a", x=1, odd=1)
+    settle(code)
+    odd = timer_id("odd")
+    service.store.delete([odd])
+    code.look()
+    assert service.state(odd).reason == "no schedule"
+    revision = service.state(odd).revision
+    code.look()
+    assert service.state(odd).revision == revision
+
+
+def test_nobody_looks_for_what_only_an_older_declaration_has(service: Service) -> None:
+    old, new = Code(service, "old", x=1), Code(service, "new", y=1)
+    settle(old)
+    settle(old, new)
+    service.store.delete([service.define("x").id])
+    old.look()
+    new.look()
+    assert stored(service) == {"y": 1}
+
+
+def test_a_large_declaration_is_looked_through_a_part_at_a_time(service: Service) -> None:
+    code = Code(service, "a", **{f"t{i}": i for i in range(600)})
+    settle(code)
+    last = service.define("t599").id
+    service.store.delete([last])
+    code.look()
+    assert not service.exists(last)
+    code.look()
+    assert service.exists(last)
 
 
 def test_all_comes_back_after_redis_has_lost_its_data(service: Service) -> None:

@@ -100,7 +100,7 @@ def test_why_explains_a_timer_that_cannot_be_read(timers: Timers) -> None:
 
 
 def test_counts_are_those_of_the_service(timers: Timers) -> None:
-    assert timers.get_counts() == (0, {})
+    assert timers.get_counts() == (0, {}, 0)
     timers.create_timers([{"name": n, "schedule": 10, "callback": "record"} for n in "abc"])
     timers.clock.advance(30)
     timers.fire()

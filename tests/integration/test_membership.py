@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from celery_dtimer.errors import FencedError, StoreUnavailableError
+from celery_dtimer.errors import FencedError, StoreError, StoreUnavailableError
 from celery_dtimer.membership import Identity, Membership, MembershipThread, leave
 from celery_dtimer.model import Lease
-from celery_dtimer.store import Reading, Store
+from celery_dtimer.store import Reading, Settlement, Store
 from tests.integration.conftest import START_MS, MakeService, Service
 from tests.waiting import wait_until
 
 TRUSTED = 27.0  # seconds: nine tenths of the timeout
+KEPT = 7 * 86_400  # seconds that a timer without a run left is kept
 
 MakeMember = Callable[..., "Member"]
 
@@ -29,9 +32,14 @@ class Member:
         self.service, self.instance = service, instance
         self.store = service.another_store()
         self.news = 0
+        self.ahead = 0.0  #: seconds by which its host's clock is
         identity = Identity(instance, "host", 1, "1.0", dispatch)
         self.membership = Membership(
-            self.store, identity, clock=self.seconds, on_lease=self._count_news
+            self.store,
+            identity,
+            clock=self.seconds,
+            wall_clock=lambda: service.clock.now_ms / 1000 + self.ahead,
+            on_lease=self._count_news,
         )
 
     def seconds(self) -> float:
@@ -464,11 +472,11 @@ def test_only_what_has_changed_is_written(
     monkeypatch.setattr(Store, "report", report)
     member.step()
     assert _told(member) == ("confirmed", "", "up")
-    assert written == []
+    assert written == [{"clock_offset_ms": "0"}]
     member.membership.report_broker(False)
     member.step()
     member.step()
-    assert written == [{"broker": "down"}]
+    assert written[1:] == [{"broker": "down"}]
 
 
 def test_a_report_that_was_not_written_is_written_later(
@@ -690,6 +698,34 @@ def test_giving_up_waits_for_another_mover_and_is_tried_again_soon(
     assert service.loads() == {"a": 10, "b": 0}
 
 
+# ------------------------------------------------------------------ what it says of itself
+
+
+def test_an_instance_says_how_far_its_clock_is_ahead(
+    service: Service, make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.ahead, b.ahead = 3600.0, -2.5
+    a.step()
+    b.step()
+    assert [each.clock_offset for each in service.store.instances()] == [3600.0, -2.5]
+    b.ahead = -2.4
+    b.live(6, a)
+    assert [each.clock_offset for each in service.store.instances()] == [3600.0, -2.5]
+    b.ahead = 1.0
+    b.live(6, a)
+    assert [each.clock_offset for each in service.store.instances()] == [3600.0, 1.0]
+
+
+def test_an_instance_says_what_settings_it_has_and_no_secret(
+    service: Service, make_member: MakeMember
+) -> None:
+    make_member("a").step()
+    (instance,) = service.store.instances()
+    assert json.loads(instance.settings)["dtimer_instance_timeout"] == 30.0
+    assert "redis" not in instance.settings
+
+
 # ------------------------------------------------------------------ tidying
 
 
@@ -706,6 +742,108 @@ def test_the_check_repairs_and_purges(service: Service, make_member: MakeMember)
     a.live(11)
     assert not service.exists(timer.id)
     assert service.exists(once.id)
+
+
+def _errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_damage_is_repaired_with_the_next_check_however_much_it_is(
+    service: Service, make_member: MakeMember, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = make_member("a")
+    a.step()
+    timers = service.add_many(450)
+    service.redis.delete(service.keys("timer_queue"))
+    a.live(11)
+    assert service.store.pending_count() == 450
+    assert service.store.owned_ids("a") == [timer.id for timer in timers]
+    told = " ".join(_errors(caplog))
+    assert len(_errors(caplog)) <= 5
+    assert all(told.count(timer.id) == 1 for timer in timers), "each is told once"
+    assert service.store.counters()["repaired"] == 450
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["meta", "timer_queue", "inactive_timers", "service_instances", "instance_timers", "instance"],
+)
+def test_a_key_of_another_type_stops_nothing_for_long(
+    service: Service,
+    make_member: MakeMember,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+) -> None:
+    a, b = make_member("a"), make_member("b")
+    a.step()
+    timers = service.add_many(20)
+    b.step()
+    b.live(1, a)
+    paused = service.add("paused")
+    service.store.pause(paused.id)
+    id = "a" if what.startswith("instance") else None
+    service.redis.delete(service.keys(what, id))
+    service.redis.set(service.keys(what, id), "nonsense")
+    a.live(15, b)
+    assert a.lease.epoch == service.epoch("a")
+    assert b.lease.epoch == service.epoch("b")
+    assert sum(service.loads().values()) == len(timers)
+    assert service.state(paused.id).status == "paused"
+    told = [text for text in _errors(caplog) if "was a string: removed" in text]
+    assert len(told) == (0 if what == "instance" else 1), "its owner registers anew"
+
+
+def test_where_scan_is_forbidden_nothing_is_said_and_the_rest_is_repaired(
+    service: Service, make_member: MakeMember, caplog: pytest.LogCaptureFixture
+) -> None:
+    user = f"user{service.settings.key_prefix.strip(':')}"
+    service.redis.acl_setuser(
+        user,
+        enabled=True,
+        passwords=["+secret"],
+        keys=["*"],
+        channels=["*"],
+        commands=["+@all", "-scan"],
+    )
+    try:
+        a = make_member("a")
+        limited = f"redis://{user}:secret@{service.settings.redis_url.partition('://')[2]}"
+        a.store.settings = replace(service.settings, redis_url=limited)
+        a.step()
+        timer = service.add()
+        service.redis.zrem(service.keys("timer_queue"), timer.id)
+        a.live(25)
+        assert service.store.pending_count() == 1
+        assert len(_errors(caplog)) == 1, "only the repair"
+        a.store.close()
+    finally:
+        service.redis.acl_deluser(user)
+
+
+def test_what_cannot_be_looked_through_is_told_once_and_holds_nothing_up(
+    service: Service,
+    make_member: MakeMember,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a = make_member("a")
+    once = service.add("once", at_ms=START_MS)
+    a.step()
+    service.commit("a", a.lease.epoch, Settlement(service.due_one("a", a.lease.epoch), "run"))
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise StoreError("NOPERM this user has no permissions")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "scrub", refuse)
+        service.clock.advance(KEPT)
+        a.live(30)
+        assert len(_errors(caplog)) == 1
+        assert not service.exists(once.id), "it is purged all the same"
+    a.live(11)
+    monkeypatch.setattr(Store, "scrub", refuse)
+    a.live(11)
+    assert len(_errors(caplog)) == 2, "it has worked meanwhile"
 
 
 # ------------------------------------------------------------------ leaving

@@ -637,23 +637,91 @@ def test_interrupting_a_hand_over_again_and_again_does_not_cut_it_short(
     assert owners(timers) == {"a": None}
 
 
-# ------------------------------------------------------------------ eviction
+# ------------------------------------------------------------------ what the server may lose
 
 
-@pytest.mark.parametrize(("policy", "warned"), [("allkeys-lru", True), ("noeviction", False)])
-def test_a_server_that_evicts_is_warned_of(
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"], "evicts keys"),
+        (["--save", ""], "keeps nothing on disk"),
+        (["--save", "900 1"], "keeps snapshots alone (900 1)"),
+        (["--appendonly", "yes", "--appendfsync", "no"], "leaves it to the system"),
+        (["--appendonly", "yes", "--appendfsync", "everysec"], ""),
+        (["--appendonly", "yes", "--maxmemory", "100mb"], ""),
+    ],
+)
+def test_what_the_servers_configuration_may_cost_is_said_once(
     fresh_redis: Any,
     caplog: pytest.LogCaptureFixture,
     make_scheduler: MakeScheduler,
     make_app: MakeApp,
-    policy: str,
-    warned: bool,
+    options: list[str],
+    said: str,
 ) -> None:
-    server = fresh_redis("--maxmemory", "100mb", "--maxmemory-policy", policy)
+    server = fresh_redis(*options)
     app = make_app(broker_url=server.url)
+    timers = DistributedTimer(app)
     scheduler = make_scheduler(app)
     with caplog.at_level(logging.WARNING, "celery_dtimer"):
         scheduler.start()
-        wait_until(lambda: registered(DistributedTimer(app)), "the instance to register")
+        wait_until(lambda: registered(timers), "the instance to register")
+        epoch = timers.get_service_instances()[0].epoch
+        for _ in range(2):  # what is fenced registers anew
+            server.client.hset(f"{instance_key(app, timers)}", "epoch", 1)
+            wait_until(lambda: is_newer(timers, epoch), "another registration")
         scheduler.close()
-    assert ("maxmemory-policy" in caplog.text) is warned
+    warnings = [text for text in caplog.messages if text.startswith("Redis ")]
+    if said:
+        assert len([text for text in warnings if said in text]) == 1
+    else:
+        assert warnings == []
+
+
+def instance_key(app: Celery, timers: DistributedTimer) -> str:
+    (instance,) = timers.get_service_instances()
+    return f"{app.conf.dtimer_key_prefix}instance:{{orders}}:{instance.id}"
+
+
+def is_newer(timers: DistributedTimer, epoch: int) -> bool:
+    return [instance.epoch > epoch for instance in timers.get_service_instances()] == [True]
+
+
+def test_a_server_that_does_not_tell_its_configuration_is_not_judged(
+    redis_server: RedisServer,
+    prefix: str,
+    caplog: pytest.LogCaptureFixture,
+    make_scheduler: MakeScheduler,
+    make_app: MakeApp,
+) -> None:
+    client, user = redis_server.client, prefix.strip(":")
+    client.acl_setuser(
+        user,
+        enabled=True,
+        passwords=["+secret"],
+        keys=["*"],
+        channels=["*"],
+        commands=["+@all", "-config"],
+    )
+    try:
+        app = make_app(broker_url=f"redis://{user}:secret@127.0.0.1:{redis_server.port}")
+        scheduler = make_scheduler(app)
+        with caplog.at_level(logging.WARNING, "celery_dtimer"):
+            scheduler.start()
+            wait_until(lambda: registered(DistributedTimer(app)), "the instance to register")
+            scheduler.close()
+        assert caplog.messages == []
+    finally:
+        client.acl_deluser(user)
+
+
+def test_of_an_embedded_server_nobody_expects_that_it_keeps_anything(
+    caplog: pytest.LogCaptureFixture, make_scheduler: MakeScheduler, make_app: MakeApp
+) -> None:
+    app = make_app(broker_url="memory://", dtimer_redis_url="embedded://")
+    scheduler = make_scheduler(app)
+    with caplog.at_level(logging.WARNING, "celery_dtimer"):
+        scheduler.start()
+        wait_until(lambda: registered(DistributedTimer(app)), "the instance to register", 10)
+        scheduler.close()
+    assert "on disk" not in caplog.text

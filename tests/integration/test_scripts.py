@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from celery_dtimer.errors import FencedError
-from celery_dtimer.model import ONCE, UNASSIGNED, Definition, new_trigger_id
+from celery_dtimer.model import ONCE, SCHEMA, UNASSIGNED, Definition, new_trigger_id
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.policy import Policy
 from celery_dtimer.runs import read_letters, requeued
@@ -66,7 +66,7 @@ def test_a_script_says_its_keys_arguments_answer_and_cost(name: str) -> None:
 
 @pytest.mark.parametrize("name", scripts())
 def test_a_script_has_a_test(name: str) -> None:
-    names = ("test_scripts.py", "test_run_scripts.py", "test_sharding.py")
+    names = ("test_scripts.py", "test_run_scripts.py", "test_scrub_scripts.py", "test_sharding.py")
     modules = [Path(__file__).with_name(name) for name in names]
     assert any(f"\ndef test_{name}_" in module.read_text() for module in modules)
 
@@ -454,7 +454,8 @@ def test_reap_drops_what_is_no_timer(service: Service) -> None:
     service.store.reap("b", b)
     assert service.store.owned_ids("b") == [timers[2].id]
     assert set(service.store.scores("timer_queue")) == {timers[2].id}
-    service.redis.delete(service.keys("timer", timers[1].id))
+    assert not service.exists(timers[0].id)
+    assert service.state(timers[1].id).reason == "damaged: its state was a string"
 
 
 def test_reap_takes_an_instance_whose_hash_is_gone_for_one_with_default_times(
@@ -849,6 +850,7 @@ def test_steal_lets_the_owner_before_commit_nothing(service: Service) -> None:
 
 def _most_lagging(service: Service, instance: str) -> object:
     prelude = (resources.files("celery_dtimer") / "lua" / "prelude.lua").read_text()
+    prelude = f"local SCHEMA = {SCHEMA}\n{prelude}"
     keys = (service.keys("meta"), service.keys("never"))
     text = f"{prelude}\nreturn most_lagging(ARGV[2]) or 'nobody'"
     return service.redis.eval(text, 2, *keys, "", instance)
@@ -1573,7 +1575,10 @@ def test_due_of_a_timer_without_its_hash_says_so(service: Service, damage: str) 
     due = service.due_one("a", epoch)
     assert (due.id, due.status, due.is_readable) == (timer.id, "", False)
     assert service.commit("a", epoch, Settlement(due, "missing")) == [1]
-    assert not service.exists(timer.id)
+    if damage == "gone":
+        assert not service.exists(timer.id)
+    else:
+        assert service.state(timer.id).reason == "damaged: its state was a string"
     assert service.due("a", epoch) == []
 
 
@@ -2787,89 +2792,28 @@ def test_purge_spares_what_was_armed_again(service: Service) -> None:
     assert service.state(timer.id).status == "active"
 
 
-# ------------------------------------------------------------------ scrub
-
-
-def _scrub(service: Service, epoch: int, limit: int = 2) -> dict[str, str]:
-    found: dict[str, str] = {}
-    position = 0
-    for _ in range(100):
-        position, repairs = service.store.scrub("a", epoch, position, limit)
-        found.update(repairs)
-        if position == 0:
-            return found
-    raise AssertionError("it never came to the end")
-
-
-def test_scrub_finds_nothing_where_all_is_well(service: Service) -> None:
-    epoch = service.join()
-    service.add_many(5)
-    assert _scrub(service, epoch) == {}
-    assert service.store.scrub("a", epoch, 3, 2) == (5, [])
-    assert service.store.scrub("a", epoch, 99, 2) == (0, [])
-
-
-@pytest.mark.parametrize("damage", ["gone", "of another type", "without status"])
-def test_scrub_removes_what_is_no_timer(service: Service, damage: str) -> None:
-    epoch = service.join()
-    timers = service.add_many(5)
-    for timer in timers[::2]:
-        name = service.keys("timer", timer.id)
-        if damage == "without status":
-            service.redis.hdel(name, "status")
-            continue
-        service.redis.delete(name)
-        if damage == "of another type":
-            service.redis.set(name, "nonsense")
-    before = service.members()
-    assert set(_scrub(service, epoch)) == {timer.id for timer in timers[::2]}
-    assert not any(service.exists(timer.id) for timer in timers[::2])
-    assert service.members() > before, "the instances look at their static schedules again"
-
-
-@pytest.mark.parametrize("status", ["paused", "stopped", "broken"])
-def test_scrub_takes_out_of_the_queue_what_is_not_active(service: Service, status: str) -> None:
+@pytest.mark.parametrize("status", ["paused", "stopped", "broken", "active"])
+def test_purge_leaves_what_has_a_time_by_hand(service: Service, status: str) -> None:
     service.is_damaged = True
-    epoch = service.join()
-    timer = service.add()
-    service.set_field(timer.id, "status", status)
-    assert list(_scrub(service, epoch)) == [timer.id]
-    assert service.store.pending_count() == 0
-    assert service.store.owned_ids("a") == []
-    assert service.state(timer.id).status == status
-
-
-@pytest.mark.parametrize("damage", ["owner unknown", "owner gone", "not at its owner", "later"])
-def test_scrub_finds_an_owner_for_what_nobody_knows(service: Service, damage: str) -> None:
-    epoch = service.join()
-    timer = service.add()
-    own = service.keys("instance_timers", "a")
-    if damage == "owner unknown":
-        service.redis.delete(own)
-        service.set_field(timer.id, "owner", "nobody")
-    elif damage == "owner gone":
-        service.redis.delete(own)
-        service.redis.hdel(service.keys("timer", timer.id), "owner")
-    elif damage == "not at its owner":
-        service.redis.delete(own)
-    else:
-        service.redis.zadd(own, {timer.id: START_MS + 99_000})
-    assert list(_scrub(service, epoch)) == [timer.id]
-    assert service.state(timer.id).owner == UNASSIGNED
-    assert service.store.reap("a", epoch).count == 1
-    assert service.store.owned_ids("a") == [timer.id]
-
-
-def test_scrub_makes_the_hash_agree_with_the_queue(service: Service) -> None:
-    epoch = service.join()
-    timer = service.add()
-    service.set_field(timer.id, "at", str(START_MS + 99_000))
-    assert list(_scrub(service, epoch)) == [timer.id]
-    assert service.state(timer.id).at_ms == START_MS + 10_000
-    service.store.reap("a", epoch)
-
-
-def test_scrub_of_another_epoch_is_fenced(service: Service) -> None:
     service.join()
-    with pytest.raises(FencedError):
-        service.store.scrub("a", OVER, 0)
+    timer = service.add()
+    service.store.pause(timer.id)
+    service.set_field(timer.id, "status", status)
+    service.redis.zadd(service.keys("inactive_timers"), {timer.id: 5})
+    assert service.store.purge() == 0
+    assert service.state(timer.id).status == status
+    assert service.store.scores("inactive_timers") == {timer.id: float("inf")}
+
+
+@pytest.mark.parametrize("damage", ["hash", "triggers"])
+def test_purge_removes_what_is_left_of_a_timer(service: Service, damage: str) -> None:
+    epoch = service.join()
+    timer = service.add(at_ms=START_MS)
+    service.commit("a", epoch, Settlement(service.due_one("a", epoch), "run"))
+    if damage == "hash":
+        service.redis.delete(service.keys("timer", timer.id))
+    else:
+        service.redis.set(service.keys("triggers", timer.id), "nonsense")
+    service.clock.advance(KEEP_MS / 1000)
+    assert service.store.purge() == 1
+    assert not service.exists(timer.id)

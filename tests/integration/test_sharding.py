@@ -366,6 +366,18 @@ def test_what_is_being_published_is_waited_for_and_then_refused(service: Service
         move_all(service.store, service.shards.store("1"), [timer.id], 0.05)
 
 
+def test_scrub_leaves_what_is_on_its_way_and_knows_it_again(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.store.depart([timer.id])
+    keys = [("timer", timer.id)]
+    assert service.store.scrub("a", epoch, keys=keys)[1] == []
+    service.redis.delete(service.keys("departing"))
+    ((_, id, wrong),) = service.store.scrub("a", epoch, keys=keys)[1]
+    assert (id, wrong) == (timer.id, "it was on its way to another shard: it goes on")
+    assert service.store.departing() == [timer.id]
+
+
 # ------------------------------------------------------------------ leases and letters
 
 
