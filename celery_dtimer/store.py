@@ -186,9 +186,14 @@ class Keys:
 
     def __call__(self, what: str, id: str | None = None) -> str:
         """Return the key for ``what`` of the service, or of one id in it."""
-        shard = f".{self.shard}" if self.shard else ""
-        key = f"{self.prefix}{what}:{{{encode_name(self.service)}{shard}}}"
+        key = f"{self.prefix}{what}:{{{self.tag}}}"
         return key if id is None else f"{key}:{id}"
+
+    @property
+    def tag(self) -> str:
+        """What stands between the braces of every key, and decides its slot."""
+        shard = f".{self.shard}" if self.shard else ""
+        return encode_name(self.service) + shard
 
 
 @cache
@@ -828,7 +833,7 @@ class Store:
 
     @property
     def _tag(self) -> str:
-        return re.escape(f"{{{encode_name(self.settings.service)}}}")
+        return re.escape(f"{{{self.keys.tag}}}")
 
     @property
     def _glob(self) -> str:
@@ -836,7 +841,7 @@ class Store:
         special = re.compile(r"[][*?\\^]")
         prefix, service = (
             special.sub(lambda found: "\\" + found[0], text)
-            for text in (self.settings.key_prefix, encode_name(self.settings.service))
+            for text in (self.settings.key_prefix, self.keys.tag)
         )
         return f"{prefix}*:{{{service}}}:*"
 
