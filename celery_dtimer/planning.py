@@ -149,7 +149,9 @@ def given_up(
         if first_ms is None or first_ms > now_ms:
             return None
         return _skip(reason, definition, first_ms, now_ms)
-    if due_ms is None or due_ms > now_ms or due_ms == existing.last_sent_ms:
+    if due_ms is not None and due_ms == existing.last_sent_ms:  # it is out; those behind it are not
+        due_ms = _run_after(definition, due_ms, due_ms)
+    if due_ms is None or due_ms > now_ms:
         return None
     return _skip(reason, definition, due_ms, now_ms)
 

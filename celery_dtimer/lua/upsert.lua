@@ -11,7 +11,8 @@
 -- Returns {now}, and for each timer that is not as it was read its place in the call, from 0, and its hash, empty when
 -- there is no timer: then nothing of it was written.
 -- A due time is later than the timer's last run, whatever was asked for. Runs that are given up are counted if the first of
--- them still is to come, and is not the one that is due while it is out, or its owner about to publish it.
+-- them still is to come, and is not the one that is due while it is out. If its owner is about to publish that one, those
+-- behind it are counted, and it is left in_doubt: the owner's next commit of the timer tells what became of it.
 -- Worst case: O(instances + timers of the call * log timers).
 
 local FIRST, STRIDE = 4, 3 -- the first timer's values, and how many each has
@@ -31,12 +32,13 @@ local function read(timer)
   if all_new then
     return NONE
   end
-  local values = fields(timer, 'revision', 'status', 'owner', 'created', 'due', 'at', 'last_run', 'last_sent', 'source')
+  local values = fields(timer, 'revision', 'status', 'owner', 'created', 'due', 'at', 'last_run', 'last_sent', 'source',
+    'in_doubt')
   if not values[1] then
     return NONE
   end
   return {revision = values[1], status = values[2], owner = values[3], created = values[4], due = values[5],
-    at = values[6], last_run = values[7], last_sent = values[8], source = values[9]}
+    at = values[6], last_run = values[7], last_sent = values[8], source = values[9], in_doubt = values[10]}
 end
 
 -- The scheduled moment of the next run, and when the timer is looked at for it.
@@ -65,6 +67,14 @@ local function give_up(id, row, given_up)
   end
   if row.due ~= first or (row.last_sent ~= first and not in_flight(id, row.owner)) then
     note_passed(id, reason, runs, first, last)
+  elseif row.last_sent ~= first then
+    if row.in_doubt then
+      note_passed(id, reason, 1, row.in_doubt, row.in_doubt)
+    end
+    if tonumber(runs) > 1 then
+      note_passed(id, reason, whole(runs - 1), whole(first + 1), last)
+    end
+    redis.call('HSET', key('timer', id), 'in_doubt', first, 'passed', last)
   end
 end
 
