@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.chaos import episode as episodes
 from tests.chaos.deployment import available
-from tests.chaos.faults import FAULTS
+from tests.chaos.edits import FAULTS
 from tests.chaos.plan import Deck
 from tests.chaos.plan import episodes as planned
 from tests.chaos.report import Report, as_markdown, as_text, merged, read

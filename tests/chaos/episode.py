@@ -15,7 +15,7 @@ import redis
 
 from tests.chaos import faults
 from tests.chaos.deployment import Deployment, wait_registered
-from tests.chaos.faults import FAULTS
+from tests.chaos.edits import FAULTS
 from tests.chaos.history import HistoryReader
 from tests.chaos.ledger import WORK, now_ms
 from tests.chaos.monitor import slope

@@ -45,9 +45,8 @@ class Every:
 
     def may_start(self, moment_ms: int, from_ms: int, until_ms: int) -> bool:
         """Say whether a run at a moment fits an interval that began between two others."""
-        return (moment_ms - from_ms) // self.interval_ms > (
-            moment_ms - until_ms - 1
-        ) // self.interval_ms
+        most = (moment_ms - from_ms) // self.interval_ms  # intervals since its beginning
+        return most > max(0, (moment_ms - until_ms - 1) // self.interval_ms)
 
 
 @dataclass(frozen=True, slots=True)
