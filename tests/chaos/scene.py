@@ -27,7 +27,7 @@ TAKEOVER = TIMEOUT + 1.0
 HANDOVER = 1.0
 
 _FEWEST, _MOST = 3, 5  # beats
-_LOG_LINES = 40  # that one beat may write about one fault
+_LOG_LINES = 40  # that one beat may write about one fault, beside what it has repaired
 
 
 @dataclass
@@ -247,12 +247,14 @@ class Scene:
 
     @contextmanager
     def watching_logs(self) -> Iterator[None]:
-        """Count what the first beat writes about a fault, but for the runs that it sends."""
+        """Count what the first beat writes about a fault, but for what it sends and repairs."""
         process = self.beats[0].process
         before = len(process.log_text())
         yield
         lines = [
-            line for line in process.log_text()[before:].splitlines() if " dispatched " not in line
+            line
+            for line in process.log_text()[before:].splitlines()
+            if " dispatched " not in line and ": repaired" not in line
         ]
         self.most_lines = max(self.most_lines, len(lines))
         if len(lines) > _LOG_LINES:
