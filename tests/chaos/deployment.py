@@ -14,7 +14,8 @@ import redis
 from celery import Celery
 
 from celery_dtimer import DistributedTimer
-from celery_dtimer.settings import SCHEMES
+from celery_dtimer.errors import SettingsError
+from celery_dtimer.settings import Settings
 from tests.chaos.ledger import INBOX, WORK, RabbitTaker, RedisTaker, Taker
 from tests.chaos.sentinel import SentinelSet
 from tests.failover.warm import CeleryProcess
@@ -275,9 +276,20 @@ def available() -> list[str]:
     kinds = ["atomic", "confirmed"]
     if RABBITMQ.exists():
         kinds.append("rabbitmq")
-    if "sentinel" in SCHEMES:
+    if _is_accepted("sentinel://127.0.0.1:1", SentinelSet.options):
         kinds.append("sentinel")
     return kinds
+
+
+def _is_accepted(url: str, options: dict[str, Any]) -> bool:
+    """Say whether the package takes such an address for its timers."""
+    app = Celery(SERVICE, set_as_current=False)
+    app.conf.update(dtimer_redis_url=url, dtimer_redis_options=options)
+    try:
+        Settings.from_app(app)
+    except SettingsError:
+        return False
+    return True
 
 
 def registered(deployment: Deployment) -> dict[int, str]:

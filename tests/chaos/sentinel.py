@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 import redis
@@ -21,6 +21,12 @@ _DOWN_AFTER_MS, _FAILOVER_TIMEOUT_MS = 500, 2000
 
 class SentinelSet:
     """A master with two replicas and three sentinels; any of them may be killed and comes back."""
+
+    #: What Celery and the package need to know beside the address.
+    options: ClassVar[dict[str, Any]] = {
+        "master_name": MASTER,
+        "sentinel_kwargs": {"password": PASSWORD},
+    }
 
     def __init__(self, program: str, folder: Path) -> None:
         self.program, self.folder = program, folder
@@ -40,11 +46,6 @@ class SentinelSet:
         """The address, as Celery reads it."""
         secret = quote(PASSWORD, safe="")
         return ";".join(f"sentinel://:{secret}@127.0.0.1:{port}/0" for port in self.sentinel_ports)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What Celery and the package need to know beside the address."""
-        return {"master_name": MASTER, "sentinel_kwargs": {"password": PASSWORD}}
 
     def start(self) -> SentinelSet:
         """Start all of them and return once they know each other."""
