@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -51,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="append the result as a line of JSON"
     )
+    parser.add_argument("--keep", action="store_true", help="keep the logs even if all held")
     parser.add_argument(
         "--summary", type=Path, nargs="+", metavar="FILE", help="print reports as one table"
     )
@@ -83,8 +85,10 @@ def _run(arguments: argparse.Namespace, program: str) -> Report:
             f"{len(outcome.verdict.problems)} problems, {time.monotonic() - started:.0f} s",
             flush=True,
         )
-        if outcome.verdict.problems:
+        if outcome.verdict.problems or arguments.keep:
             print(f"    logs are in {place}", flush=True)
+        else:
+            shutil.rmtree(place)
     return report
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import time
 from collections import Counter
@@ -61,7 +60,7 @@ def run(
     say: Callable[[str], None],
     only: frozenset[str] = frozenset(),
 ) -> Outcome:
-    """Run one episode and return what came of it; its logs stay if anything is wrong."""
+    """Run one episode and return what came of it; its logs stay in the folder."""
     deployment = Deployment(episode.deployment, folder, program)
     history = HistoryReader(deployment.connect, deployment.key("history"))
     workload = Workload(deployment, episode.random("workload"), scale)
@@ -72,8 +71,6 @@ def run(
         workload.finish()
         scene.close()
         deployment.close()
-    if not outcome.verdict.problems:
-        shutil.rmtree(folder)
     return outcome
 
 
