@@ -5,7 +5,8 @@
 -- then per timer, three values:
 --   "<id> <new revision> <new status> <due> <jitter> <anew> <given up> <reason>": due is in ms, "+ms" after now, "keep" as
 --     stored or "-" none; it is looked at so many ms of jitter later, with "keep:<ms>" only if that is what is stored; anew
---     is 1 for a new creation of what is stored, else 0; given up are runs that have come, "-" or "<why>:<how many>:<from>:<until>"
+--     is 1 for a new creation of what is stored, else 0; given up are runs that have come, "-" or "<why>:<how many>:<from>:<until>:<the second of
+--     them, or ->"
 --   "<revision> <status>" as they were read, "" for none
 --   definition
 -- Returns {now}, and for each timer that is not as it was read its place in the call, from 0, and its hash, empty when
@@ -61,7 +62,7 @@ end
 
 -- Count the runs that have come and do not happen.
 local function give_up(id, row, given_up)
-  local reason, runs, first, last = string.match(given_up, '^(%a+):(%d+):(%d+):(%d+)$')
+  local reason, runs, first, last, second = string.match(given_up, '^(%a+):(%d+):(%d+):(%d+):(%S+)$')
   if not reason or number(row.due, math.huge) > tonumber(first) then
     return
   end
@@ -72,7 +73,7 @@ local function give_up(id, row, given_up)
       note_passed(id, reason, 1, row.in_doubt, row.in_doubt)
     end
     if tonumber(runs) > 1 then
-      note_passed(id, reason, whole(runs - 1), whole(first + 1), last)
+      note_passed(id, reason, whole(runs - 1), second, last)
     end
     redis.call('HSET', key('timer', id), 'in_doubt', first, 'passed', last)
   end

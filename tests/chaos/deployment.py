@@ -17,7 +17,7 @@ from celery_dtimer import DistributedTimer
 from celery_dtimer.errors import SettingsError
 from celery_dtimer.settings import Settings
 from tests.chaos.ledger import INBOX, WORK, RabbitTaker, RedisTaker, Taker
-from tests.chaos.sentinel import SentinelSet
+from tests.chaos.sentinel import PROMPT, SentinelSet
 from tests.failover.warm import CeleryProcess
 from tests.processes import Process
 from tests.servers import RABBITMQ, RabbitMQ, RedisServer
@@ -127,13 +127,13 @@ class Deployment:
         """Return a client of the server that holds the timers now; answers are text."""
         if isinstance(self.store, SentinelSet):
             return self.store.connect(decode_responses=True)
-        return redis.Redis(port=self.store.port, decode_responses=True, socket_timeout=2)
+        return redis.Redis(port=self.store.port, decode_responses=True, **PROMPT)
 
     def connect_broker(self) -> redis.Redis:
         """Return a client of the Redis that is the broker now; answers are bytes."""
         if isinstance(self.broker, SentinelSet):
             return self.broker.connect()
-        return redis.Redis(port=self.broker.port, socket_timeout=2)
+        return redis.Redis(port=self.broker.port, **PROMPT)
 
     def _start_taker(self) -> Taker:
         return (

@@ -156,6 +156,7 @@ def join(scene: Scene) -> None:
     """Let one more beat join: only the surplus moves to it, and before it came nothing moves."""
     scene.wait(scene.is_consistent, "the state to be consistent", SETTLE)
     with scene.workload.quiet():
+        scene.hold(0.7, 0.9)  # what users did before may have left loads that are evened out
         before = scene.owners()
         scene.hold(0.5, 0.7)
         still = scene.owners()

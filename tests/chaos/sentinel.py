@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from tests.processes import Process
@@ -15,6 +17,9 @@ from tests.servers import free_port
 from tests.waiting import wait_until
 
 MASTER, PASSWORD = "timers", "s:e@c/r#et"
+#: For clients of the suite: a call that fails has failed once, and does not try for long.
+PROMPT: dict[str, Any] = {"socket_timeout": 1, "retry": Retry(NoBackoff(), 0)}
+
 _REPLICAS, _SENTINELS = 2, 3
 _DOWN_AFTER_MS, _FAILOVER_TIMEOUT_MS = 500, 2000
 
@@ -37,8 +42,8 @@ class SentinelSet:
         self._clients: dict[int, redis.Redis] = {}
         self._sentinel = Sentinel(
             [("127.0.0.1", port) for port in self.sentinel_ports],
-            socket_timeout=1,
-            sentinel_kwargs={"password": PASSWORD, "socket_timeout": 1},
+            **PROMPT,
+            sentinel_kwargs={"password": PASSWORD, **PROMPT},
         )
 
     @property
@@ -84,7 +89,7 @@ class SentinelSet:
         """Return a client of one node."""
         if port not in self._clients:
             self._clients[port] = redis.Redis(
-                port=port, password=PASSWORD, decode_responses=True, socket_timeout=1
+                port=port, password=PASSWORD, decode_responses=True, **PROMPT
             )
         return self._clients[port]
 
@@ -96,13 +101,13 @@ class SentinelSet:
     def connect(self, **options: Any) -> redis.Redis:
         """Return a client of what is the master now."""
         host, port = self._sentinel.discover_master(MASTER)
-        return redis.Redis(host=host, port=port, password=PASSWORD, socket_timeout=2, **options)
+        return redis.Redis(host=host, port=port, password=PASSWORD, **{**PROMPT, **options})
 
     def is_whole(self) -> bool:
         """Say whether every sentinel knows every node, and all replicas follow the master."""
         try:
             for port in self.sentinel_ports:
-                with redis.Redis(port=port, password=PASSWORD, socket_timeout=1) as sentinel:
+                with redis.Redis(port=port, password=PASSWORD, **PROMPT) as sentinel:
                     known = sentinel.sentinel_master(MASTER)
                     if (known["num-slaves"], known["num-other-sentinels"]) != (
                         _REPLICAS,

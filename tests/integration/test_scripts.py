@@ -1090,7 +1090,8 @@ def _give_up(
     service: Service, timer: Definition, due_ms: int, runs: int = 3, **fields: Any
 ) -> None:
     row = (timer.id, timer.revision, "active", "new", "active", START_MS + 99_000, "", "{}")
-    given_up = f"superseded:{runs}:{due_ms}:{due_ms + (runs - 1) * 10_000}"
+    second = "-" if runs == 1 else due_ms + 10_000
+    given_up = f"superseded:{runs}:{due_ms}:{due_ms + (runs - 1) * 10_000}:{second}"
     assert _upsert_all(service, row, given_up=given_up, **fields) == [service.clock()]
 
 
@@ -1142,6 +1143,10 @@ def test_upsert_leaves_a_run_in_doubt_that_its_owner_may_be_publishing(
     skips = {"superseded": runs - 1} if runs > 1 else {}
     assert service.state(timer.id).skips == skips, "those behind it are not sent"
     assert service.get_field(timer.id, "in_doubt") == due.due
+    behind = [entry["skipped"] for entry in service.store.history(0)]
+    first_ms, last_ms = due.due_ms + 10_000, due.due_ms + (runs - 1) * 10_000
+    expected = f"{timer.id} superseded {runs - 1} {first_ms} {last_ms}"
+    assert behind == ([expected] if runs > 1 else [])
 
 
 def test_upsert_counts_a_run_in_doubt_when_another_one_is(service: Service) -> None:
@@ -1149,7 +1154,7 @@ def test_upsert_counts_a_run_in_doubt_when_another_one_is(service: Service) -> N
     service.clock.advance(100)
     (second,) = service.store.due("a", epoch, Reading(10, marks=True)).timers
     row = (timer.id, "new", "active", "newer", "active", START_MS + 999_000, "", "{}")
-    given_up = f"superseded:1:{second.due}:{second.due}"
+    given_up = f"superseded:1:{second.due}:{second.due}:-"
     assert _upsert_all(service, row, given_up=given_up) == [service.clock()]
     assert service.state(timer.id).skips == {"superseded": 3}
     assert service.get_field(timer.id, "in_doubt") == second.due != due.due
