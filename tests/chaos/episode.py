@@ -124,6 +124,7 @@ class _Run:
             injection.healed_ms = now_ms()
             scene.settle(injection.healed_ms)
         injection.settled_ms = now_ms()
+        scene.note_failovers(injection)
         took = (injection.healed_ms - injection.from_ms) / 1000
         again = (injection.settled_ms - injection.healed_ms) / 1000
         takeover = "".join(

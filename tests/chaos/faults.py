@@ -506,7 +506,6 @@ def fail_over_frozen(scene: Scene) -> None:
             servers.freeze()
         servers.thaw()
         wait_until(servers.is_whole, "the former master to follow the new one", 30)
-    scene.replays.append(Window("Sentinel failover", scene.replays[-1].from_ms, now_ms()))
 
 
 def _rejoin(scene: Scene, old: int) -> None:

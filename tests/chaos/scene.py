@@ -16,6 +16,7 @@ from tests.chaos.history import HistoryReader
 from tests.chaos.ledger import Book, Gap, now_ms
 from tests.chaos.monitor import Monitor
 from tests.chaos.oracle import Every
+from tests.chaos.sentinel import SentinelSet
 from tests.chaos.verdict import Window
 from tests.chaos.workload import Planned, Workload
 from tests.ledger import SentRun
@@ -61,6 +62,7 @@ class Scene:
         self.most_moved = 0
         self.most_lines = 0
         self._ended: list[Beat] = []
+        self._master = 0  # its port, where Sentinel chooses it
         self.monitor = Monitor(lambda: [beat.pid for beat in self.live()])
 
     @property
@@ -244,6 +246,24 @@ class Scene:
     def note_gap(self, from_ms: int, why: str) -> None:
         """Note that messages may have come and gone that nobody has seen."""
         self.book.gaps.append(Gap(from_ms, now_ms(), why))
+
+    def note_failovers(self, injection: Injection) -> None:
+        """Let what was replayed end with the recovery, and note a failover that nobody meant.
+
+        A machine that stands still for long enough looks to Sentinel like a dead master.
+        """
+        if not isinstance(self.deployment.store, SentinelSet):
+            return
+        master, before = self.deployment.store.port, self._master
+        self._master = master
+        is_meant = self.replays and self.replays[-1].until_ms >= injection.from_ms
+        if is_meant:
+            begin_ms = self.replays.pop().from_ms
+        elif before in (0, master):
+            return
+        else:
+            begin_ms = injection.from_ms - round(SETTLE * 1000)
+        self.replays.append(Window("Sentinel failover", begin_ms, now_ms()))
 
     @contextmanager
     def watching_logs(self) -> Iterator[None]:

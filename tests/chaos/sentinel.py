@@ -21,7 +21,7 @@ MASTER, PASSWORD = "timers", "s:e@c/r#et"
 PROMPT: dict[str, Any] = {"socket_timeout": 1, "retry": Retry(NoBackoff(), 0)}
 
 _REPLICAS, _SENTINELS = 2, 3
-_DOWN_AFTER_MS, _FAILOVER_TIMEOUT_MS = 500, 2000
+_DOWN_AFTER_MS, _FAILOVER_TIMEOUT_MS = 1500, 2000
 
 
 class SentinelSet:
