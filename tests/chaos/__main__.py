@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.chaos.plan import episodes as planned
 from tests.chaos.report import Report, as_markdown, as_text, merged, read
 from tests.servers import find_server
 
-_SHOWN = 40  # problems
+_SHOWN, _SHOWN_OF_ONE = 60, 2  # problems, and those of one timer
 
 
 def main() -> int:
@@ -97,7 +98,11 @@ def _say(text: str) -> None:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    return f"make chaos CHAOS_SECONDS={arguments.seconds:g} CHAOS_SEED={arguments.seed}"
+    command = f"make chaos CHAOS_SECONDS={arguments.seconds:g} CHAOS_SEED={arguments.seed}"
+    options = [f"--deployment {name}" for name in arguments.deployment or ()]
+    options += [f"--fault '{name}'" for name in arguments.fault or ()]
+    options += [f"--scale {arguments.scale:g}"] * (arguments.scale != 1)
+    return f'{command} ARGS="{" ".join(options)}"' if options else command
 
 
 def _conclude(report: Report, arguments: argparse.Namespace) -> int:
@@ -105,8 +110,12 @@ def _conclude(report: Report, arguments: argparse.Namespace) -> int:
         print(f"\nAll held. Seed {arguments.seed}, {report.date}: {report.command}")
         return 0
     print(f"\n{len(report.problems)} things did not hold:")
-    for problem in report.problems[:_SHOWN]:
-        print(f"  {problem}")
+    shown: Counter[str] = Counter()
+    for problem in report.problems:
+        about = problem.split(": ")[1]
+        shown[about] += 1
+        if shown[about] <= _SHOWN_OF_ONE and shown.total() <= _SHOWN:
+            print(f"  {problem}")
     print(f"Seed {arguments.seed}; once more: {report.command}")
     return 1
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -250,15 +254,28 @@ class Beat:
             proxy.close()
 
 
-def fake_clock(file: Path) -> dict[str, str]:
+def fake_clock(file: Path, offset: str = "+0") -> dict[str, str]:
     """Return the environment of a process whose clock is what a file says, at any time."""
-    file.write_text("+0")
+    file.write_text(offset)
     return {
         "LD_PRELOAD": str(clock_library()),
         "FAKETIME_TIMESTAMP_FILE": str(file),
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "FAKETIME_NO_CACHE": "1",
     }
+
+
+@lru_cache
+def can_fake_clocks() -> bool:
+    """Say whether a process's clock can be moved here."""
+    library = clock_library()
+    if library is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        environment = fake_clock(Path(folder, "clock"), "+1d")
+        command = [sys.executable, "-c", "import time; print(time.time())"]
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return float(shown.stdout) > time.time() + 3600
 
 
 def clock_library() -> Path | None:

@@ -26,6 +26,7 @@ from tests.waiting import wait_until
 
 WORKERS, BEATS = 2, 3
 _BEFORE_MS, _AFTER_MS = 500, 1500  # of a fault, within which confirmed dispatch may repeat a run
+_MOST_GROWTH = 16 * 1024 * 1024  # bytes of a beat that lives through an episode, once warm
 _AT_THE_END = 10.0  # seconds for what still waits for workers
 
 
@@ -147,6 +148,7 @@ class _Run:
             if beat.process.exit_code:
                 scene.problem(f"a beat that was asked to end answered {beat.process.exit_code}")
         ended_ms = now_ms()
+        self.counts = scene.deployment.timers.get_counts()
         self._wait_for_workers()
         scene.history.close()
         scene.deployment.taker.close()
@@ -159,6 +161,8 @@ class _Run:
         if found is None:
             return [], []
         warm = [sample.bytes for sample in samples if sample.at >= samples[0].at + 10]
+        if warm[-1] - warm[0] > _MOST_GROWTH:
+            self.scene.problem(f"a beat grew from {warm[0]} to {warm[-1]} bytes")
         return [found], [(warm[0], warm[-1])]
 
     def _wait_for_workers(self) -> None:
@@ -204,6 +208,7 @@ class _Run:
         (scene.deployment.folder / "stories.txt").write_text("\n".join(stories))
         verdict.problems += scene.problems
         verdict.problems += [f"the workload met {text}" for text in scene.workload.surprises]
+        self._judge_counts(verdict)
         ran = self._ran()
         self._judge_workers(verdict, Counter(str(entry[0]) for entry in ran))
         return Outcome(
@@ -219,6 +224,18 @@ class _Run:
             seen_again=scene.book.seen_again,
             refusals=scene.workload.refusals,
         )
+
+    def _judge_counts(self, verdict: Verdict) -> None:
+        """Compare what the service has counted with the history and the ledger."""
+        scene = self.scene
+        if scene.replays or {injection.name for injection in scene.injections} & _LOSING_COUNTS:
+            return
+        if Counter(self.counts.skips) != verdict.reasons:
+            told, counted = dict(verdict.reasons), self.counts.skips
+            verdict.problems.append(f"the history tells of skips {told}, get_counts() of {counted}")
+        sent = len(scene.book.runs) + len(scene.book.calls)
+        if scene.deployment.is_atomic and self.counts.sent != sent:
+            verdict.problems.append(f"{sent} messages came, get_counts() says {self.counts.sent}")
 
     def _stored(self) -> dict[str, Stored]:
         deployment = self.scene.deployment
@@ -255,6 +272,9 @@ class _Run:
                 f"{len(missing)} tasks were handed on to workers and did not run"
             )
 
+
+#: Faults that take what the service has counted with them.
+_LOSING_COUNTS = {"FLUSHALL", "Redis restarted without its data"}
 
 #: Faults after which a worker's message may be delivered again, or be gone with its worker.
 _DISTURBING_WORKERS = {

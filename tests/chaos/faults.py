@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import redis
 
 from celery_dtimer.faults import POINTS
-from tests.chaos.deployment import Beat, Deployment, clock_library
+from tests.chaos.deployment import Beat, Deployment, can_fake_clocks
 from tests.chaos.ledger import RedisTaker, now_ms
 from tests.chaos.scene import HANDOVER, SETTLE, TAKEOVER, TIMEOUT, Scene
 from tests.chaos.verdict import Window
@@ -203,7 +203,7 @@ def churn(scene: Scene) -> None:
 
 
 def _has_fake_clocks(_: Deployment) -> bool:
-    return clock_library() is not None
+    return can_fake_clocks()
 
 
 @fault("clock an hour off, moved while it runs", _has_fake_clocks)

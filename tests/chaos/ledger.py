@@ -11,7 +11,7 @@ list that belong together, so the taker knows which messages of the list it has 
 server without the mark has lost its data. What was pushed after the last look and before such a
 loss is unknown; the book says between which moments that was.
 
-**On RabbitMQ** a message is entered, handed on, and acknowledged then. One that is delivered again
+**On RabbitMQ** a message is entered, acknowledged, and handed on. One that is delivered again
 because its acknowledgement got lost says so itself.
 """
 
@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import amqp
@@ -226,51 +227,76 @@ class RedisTaker:
 
 
 class RabbitTaker:
-    """Takes from a queue of RabbitMQ."""
+    """Takes from a queue of RabbitMQ, and hands on over a connection of its own.
+
+    A node that is full stops reading from whoever publishes, acknowledgements too.
+    """
 
     def __init__(self, url: str) -> None:
         """Begin to take from the queue on a node."""
         self.book = Book()
         self._url = url
         self._stop = threading.Event()
-        self._is_entered: set[str] = (
-            set()
-        )  # task ids whose acknowledgement is not known to be heard
-        self._thread = threading.Thread(target=self._run, name="taker", daemon=True)
-        self._thread.start()
+        self._entered: set[str] = set()  # task ids, of which some may be delivered once more
+        self._came: deque[Any] = deque()
+        self._to_hand_on: SimpleQueue[Any] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True)
+            for work in (self._consume, self._hand_on)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def _run(self) -> None:
+    def _repeat(self, work: Callable[[], None]) -> None:
         while not self._stop.is_set():
             with suppress(*_UNREACHABLE):
-                self._consume()
+                work()
             self._stop.wait(0.1)
 
     def _consume(self) -> None:
-        with Connection(self._url, connect_timeout=1, heartbeat=4) as connection:
-            connection.connect()
+        self._came.clear()
+        with self._connection() as connection:
             channel = connection.default_channel
             for name in (INBOX, WORK):
                 Queue(name, routing_key=name, channel=channel).declare()
             channel.basic_qos(0, _AT_ONCE, False)
-            channel.basic_consume(INBOX, callback=lambda message: self._take(channel, message))
+            channel.basic_consume(INBOX, callback=self._came.append)
             while not self._stop.is_set():
                 with suppress(TimeoutError):
                     connection.drain_events(timeout=0.2)
+                while self._came:
+                    self._take(channel, self._came.popleft())
                 connection.heartbeat_check()
 
+    def _connection(self) -> Connection:
+        connection = Connection(self._url, connect_timeout=1, heartbeat=4)
+        connection.connect()
+        return connection
+
     def _take(self, channel: Any, message: Any) -> None:
-        seen_ms, headers = now_ms(), message.properties["application_headers"]
+        headers = message.properties["application_headers"]
         task_id = headers["id"]
-        if message.delivery_info["redelivered"] and task_id in self._is_entered:
+        if message.delivery_info["redelivered"] and task_id in self._entered:
             self.book.seen_again += 1
         else:
-            self.book.enter({"headers": headers}, seen_ms)
-            self._is_entered.add(task_id)
-        channel.basic_publish(message, exchange="", routing_key=WORK)
+            self.book.enter({"headers": headers}, now_ms())
+            self._entered.add(task_id)
         channel.basic_ack(message.delivery_tag)
-        self.book.handed_on.add(task_id)
+        if self._to_hand_on.qsize() < _MOST_WORK:
+            self._to_hand_on.put(message)
+
+    def _hand_on(self) -> None:
+        with self._connection() as connection:
+            while not self._stop.is_set():
+                with suppress(Empty):
+                    message = self._to_hand_on.get(timeout=0.2)
+                    self.book.handed_on.add(message.properties["application_headers"]["id"])
+                    connection.default_channel.basic_publish(message, "", WORK)
+                with suppress(TimeoutError):
+                    connection.drain_events(timeout=0)
 
     def close(self) -> None:
         """Stop taking."""
         self._stop.set()
-        self._thread.join(10)
+        for thread in self._threads:
+            thread.join(10)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 _EVERY = 0.25  # seconds
 _WARM = 10.0  # seconds until a process has loaded what it needs
+_LEAST = 60.0  # seconds after that which tell something
 
 
 class Sample(NamedTuple):
@@ -66,7 +67,7 @@ def resident(pid: int) -> int | None:
 def slope(samples: Sequence[Sample]) -> float | None:
     """Return the growth in bytes an hour by least squares, once the process is warm."""
     warm = [sample for sample in samples if sample.at >= samples[0].at + _WARM]
-    if len(warm) < 10:
+    if not warm or warm[-1].at - warm[0].at < _LEAST:
         return None
     mean_at = sum(sample.at for sample in warm) / len(warm)
     mean = sum(sample.bytes for sample in warm) / len(warm)

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-EPISODE = 30.0  # seconds, at least
-_LONGEST = 90.0
+_SHORT, _LONG, _LONGEST = 30.0, 90.0, 300.0  # seconds of an episode: memory wants long ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,8 @@ class Episode:
 
 def episodes(seed: int, seconds: float, deployments: Collection[str]) -> list[Episode]:
     """Return the episodes of a run: the first deployment is every other one, all come in turn."""
-    count = (
-        max(1, round(seconds / _LONGEST))
-        if seconds >= 4 * _LONGEST
-        else max(1, int(seconds // EPISODE))
-    )
+    longest = _LONGEST if seconds >= 6 * _LONGEST else _LONG if seconds >= 4 * _LONG else _SHORT
+    count = max(1, int(seconds // longest))
     first, *others = deployments
     random.Random(f"{seed}/deployments").shuffle(others)
     turn = [
