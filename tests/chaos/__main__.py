@@ -7,8 +7,9 @@ import random
 import shutil
 import sys
 import tempfile
-import time
+import traceback
 from collections import Counter
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -65,31 +66,30 @@ def _run(arguments: argparse.Namespace, program: str) -> Report:
         arguments.seed = random.SystemRandom().randrange(1_000_000)
     report = Report(_command(arguments), f"{datetime.now(timezone.utc):%Y-%m-%d}")
     kinds = arguments.deployment or available()
-    print(f"seed {arguments.seed}; deployments: {', '.join(kinds)}; server: {program}", flush=True)
+    _say(f"seed {arguments.seed}; deployments: {', '.join(kinds)}; server: {program}")
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     deck = Deck(arguments.seed, FAULTS)
     only = frozenset(arguments.fault or ())
     for episode in planned(arguments.seed, arguments.seconds, kinds):
-        print(
-            f"  episode {episode.number}: {episode.deployment}, {episode.seconds:.0f} s", flush=True
-        )
-        started, place = time.monotonic(), folder / f"{episode.number}-{episode.deployment}"
+        _say(f"  episode {episode.number}: {episode.deployment}, {episode.seconds:.0f} s")
+        place = folder / f"{episode.number}-{episode.deployment}"
         place.mkdir()
-        outcome = episodes.run(
-            episode, deck, place, program, scale=arguments.scale, say=_say, only=only
-        )
-        report.add(outcome)
-        total = outcome.verdict.total
-        print(
-            f"    {total.expected:,} runs expected, {total.sent:,} sent, "
-            f"{outcome.ran:,} run by workers, "
-            f"{len(outcome.verdict.problems)} problems, {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
-        if outcome.verdict.problems or arguments.keep:
-            print(f"    logs are in {place}", flush=True)
+        before = len(report.problems)
+        try:
+            outcome = episodes.run(
+                episode, deck, place, program, scale=arguments.scale, say=_say, only=only
+            )
+        except Exception as exc:  # the others are to tell what they can
+            traceback.print_exc()
+            report.problems.append(f"{episode.deployment}: episode {episode.number}: {exc!r}")
+        else:
+            report.add(outcome)
+        if len(report.problems) > before or arguments.keep:
+            _say(f"    logs are in {place}")
         else:
             shutil.rmtree(place)
+    with suppress(OSError):  # there are logs in it
+        folder.rmdir()
     return report
 
 

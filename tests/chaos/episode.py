@@ -97,7 +97,13 @@ class _Run:
         end = time.monotonic() + self.episode.seconds
         while time.monotonic() < end:
             self._inject(self.deck.draw(self.allowed))
-        return self._judge(*self._stop())
+        outcome = self._judge(*self._stop())
+        total, problems = outcome.verdict.total, outcome.verdict.problems
+        self.say(
+            f"    {total.expected:,} runs expected, {total.sent:,} sent, "
+            f"{outcome.ran:,} run by workers, {len(problems)} problems"
+        )
+        return outcome
 
     def _start(self) -> None:
         scene = self.scene

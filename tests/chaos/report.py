@@ -24,7 +24,7 @@ _HEADINGS = (
     "max",
     "lost",
     "doubled",
-    "lost by Redis",
+    "lost with data",
     "replayed",
 )
 _MIB = 1024 * 1024
