@@ -121,23 +121,23 @@ _harmless(
     "an owner that does not exist",
     _of_timer("timer", lambda client, key: client.hset(key, "owner", "nobody:1:00000000")),
 )
-_harmless("an instance's hash gone", _of_instance("instance", _delete))
-_harmless("an instance's timers gone", _of_instance("instance_timers", _delete))
+_harmless("hash of an instance gone", _of_instance("instance", _delete))
+_harmless("timers of an instance gone", _of_instance("instance_timers", _delete))
 _harmless("all instances gone", _of_service("service_instances", _delete))
-_taking("a timer's hash gone", _of_timer("timer", _delete))
-_taking("a timer's hash of another type", _of_timer("timer", _replace))
+_taking("hash of a timer gone", _of_timer("timer", _delete))
+_taking("hash of a timer of another type", _of_timer("timer", _replace))
 _taking("a definition gone", _of_timer("timer_definition", _delete))
 _taking(
     "a definition that can not be read",
     _of_timer("timer_definition", lambda client, key: client.set(key, "{")),
 )
-fault("edited: a static timer's hash gone")(_static)
+fault("edited: hash of a static timer gone")(_static)
 if _SCRUBBED:
     _harmless("another time in the queue", _in_queue)
     _harmless("the queue gone", _of_service("timer_queue", _delete))
     _harmless("the queue of another type", _of_service("timer_queue", _replace))
-    _harmless("an instance's timers of another type", _of_instance("instance_timers", _replace))
-    _harmless("an instance's hash of another type", _of_instance("instance", _replace))
+    _harmless("timers of an instance of another type", _of_instance("instance_timers", _replace))
+    _harmless("hash of an instance of another type", _of_instance("instance", _replace))
     _harmless("all instances of another type", _of_service("service_instances", _replace))
 
 

@@ -407,7 +407,7 @@ def fill_broker(scene: Scene) -> None:
         _fill(scene, broker.client)
 
 
-@fault("broker's connections killed", _is_second_redis)
+@fault("connections to the broker killed", _is_second_redis)
 def kill_broker_clients(scene: Scene) -> None:
     """Close all connections to the broker."""
     for _ in range(scene.random.randint(1, 5)):
