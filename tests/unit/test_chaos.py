@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from celery.schedules import crontab
 
+from celery_dtimer import faults
 from tests.chaos import report
+from tests.chaos.edits import FAULTS
 from tests.chaos.history import SkipNote
 from tests.chaos.ledger import Book, Call, Gap
+from tests.chaos.monitor import Sample, resident, slope
 from tests.chaos.oracle import Cron, Every, Once, Rule
 from tests.chaos.plan import Deck, episodes
 from tests.chaos.verdict import Evidence, Stored, Verdict, Window, judge, story_of
@@ -379,6 +384,35 @@ def test_a_deck_draws_everything_equally_often_and_by_its_seed() -> None:
     assert drawn == [other.draw(names) for _ in range(9)]
     assert set(deck.drawn.values()) == {3}
     assert deck.draw(["b"]) == "b"
+
+
+def test_every_fault_is_for_some_deployment_and_nothing_is_left_out() -> None:
+    kinds = ("atomic", "confirmed", "rabbitmq", "sentinel")
+    deployments = {
+        kind: SimpleNamespace(kind=kind, is_atomic=kind in ("atomic", "sentinel")) for kind in kinds
+    }
+    fits = {
+        name: {kind for kind, each in deployments.items() if fault.fits(cast(Any, each))}
+        for name, fault in FAULTS.items()
+    }
+    assert {name for name, kinds in fits.items() if not kinds} <= {
+        "clock an hour off, moved while it runs"
+    }
+    assert {kind for kind, kinds in fits.items() if kinds == {"sentinel"}} == {
+        name for name in FAULTS if name.startswith("Sentinel")
+    }
+    for label in faults.POINTS:
+        assert f"kill -9 {label.replace('_', ' ')}" in FAULTS
+    assert not any("'" in name for name in FAULTS), "they stand in commands"
+
+
+def test_memory_grows_by_least_squares_of_what_is_warm() -> None:
+    cold = [Sample(at, 10_000_000 * at) for at in range(10)]
+    warm = [Sample(at, 90_000_000 + 1000 * at) for at in range(10, 100)]
+    assert slope([*cold, *warm]) == pytest.approx(3_600_000)
+    assert slope([*cold, *warm[:30]]) is None, "too little to tell"
+    assert resident(os.getpid()) is not None
+    assert resident(2**22 + 1) is None
 
 
 def test_reports_add_up_and_survive_a_file() -> None:
