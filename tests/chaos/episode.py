@@ -16,18 +16,17 @@ from tests.chaos import faults
 from tests.chaos.deployment import Deployment, wait_registered
 from tests.chaos.edits import FAULTS
 from tests.chaos.history import HistoryReader
-from tests.chaos.ledger import WORK, now_ms
+from tests.chaos.ledger import now_ms
 from tests.chaos.monitor import slope
 from tests.chaos.plan import Deck, Episode
 from tests.chaos.scene import Injection, Scene
 from tests.chaos.verdict import Evidence, Stored, Verdict, Window, judge, story_of
 from tests.chaos.workload import Workload
-from tests.waiting import wait_until
 
 WORKERS, BEATS = 2, 3
 _BEFORE_MS, _AFTER_MS = 500, 1500  # of a fault, within which confirmed dispatch may repeat a run
 _MOST_GROWTH = 16 * 1024 * 1024  # bytes of a beat that lives through an episode, once warm
-_AT_THE_END = 10.0  # seconds for what still waits for workers
+_AT_THE_END, _LAST_TASKS = 20.0, 3.0  # seconds for what waits for workers, for what they have
 
 
 @dataclass
@@ -173,19 +172,12 @@ class _Run:
 
     def _wait_for_workers(self) -> None:
         """Wait until the workers have done what was handed on, as far as they can be asked."""
-        scene = self.scene
-        if scene.deployment.has_redis_broker:
-            with scene.deployment.connect_broker() as client:
-                scene.wait(lambda: not client.llen(WORK), "the workers to catch up", _AT_THE_END)
-        else:
-            counted = [-1]
-
-            def is_quiet() -> bool:
-                ran = len(self._ran())
-                counted.append(ran)
-                return len(counted) > 20 and counted[-20] == ran
-
-            wait_until(is_quiet, "the workers to catch up", 60)
+        scene, taker = self.scene, self.scene.deployment.taker
+        if scene.wait(lambda: taker.waiting() == 0, "the workers to catch up", _AT_THE_END):
+            given = len(scene.book.handed_on)
+            started = time.monotonic()
+            while len(self._ran()) < given and time.monotonic() < started + _LAST_TASKS:
+                time.sleep(0.1)  # what they have taken and not done yet
 
     def _ran(self) -> list[list[object]]:
         file = self.scene.deployment.ran

@@ -38,6 +38,7 @@ INBOX, WORK, MARK = "chaos.inbox", "chaos.work", "chaos.mark"
 _AT_ONCE = 500  # messages
 _REMEMBERED = 20_000  # messages that a promoted replica may show once more
 _LOOK_EVERY = 0.004  # seconds
+_HANDED_ON = 20  # messages between two looks at how many wait
 _MOST_WORK = 400  # messages that wait for workers; beyond that they are entered and dropped
 _UNREACHABLE = (redis.RedisError, OSError, amqp.AMQPError)
 
@@ -99,6 +100,9 @@ class Taker(Protocol):
     """Takes the messages of one broker into a book, from a thread of its own."""
 
     book: Book
+
+    def waiting(self) -> int:
+        """Return how many messages wait for workers, -1 when that can not be said."""
 
     def close(self) -> None:
         """Stop taking."""
@@ -220,6 +224,14 @@ class RedisTaker:
             client.close()
             return answers
 
+    def waiting(self) -> int:
+        """Return how many messages wait for workers, -1 when that can not be said."""
+        try:
+            with self._connect() as client:
+                return int(client.llen(WORK))
+        except _UNREACHABLE:
+            return -1
+
     def close(self) -> None:
         """Stop taking."""
         self._stop.set()
@@ -288,12 +300,28 @@ class RabbitTaker:
     def _hand_on(self) -> None:
         with self._connection() as connection:
             while not self._stop.is_set():
-                with suppress(Empty):
-                    message = self._to_hand_on.get(timeout=0.2)
-                    self.book.handed_on.add(message.properties["application_headers"]["id"])
-                    connection.default_channel.basic_publish(message, "", WORK)
+                is_busy = self._count(connection) > _MOST_WORK
+                for _ in range(_HANDED_ON):
+                    with suppress(Empty):
+                        message = self._to_hand_on.get(timeout=0.02)
+                        if not is_busy:
+                            headers = message.properties["application_headers"]
+                            self.book.handed_on.add(headers["id"])
+                            connection.default_channel.basic_publish(message, "", WORK)
                 with suppress(TimeoutError):
                     connection.drain_events(timeout=0)
+
+    @staticmethod
+    def _count(connection: Connection) -> int:
+        return int(connection.default_channel.queue_declare(WORK, passive=True).message_count)
+
+    def waiting(self) -> int:
+        """Return how many messages wait for workers, -1 when that can not be said."""
+        try:
+            with self._connection() as connection:
+                return self._count(connection) + self._to_hand_on.qsize()
+        except _UNREACHABLE:
+            return -1
 
     def close(self) -> None:
         """Stop taking."""

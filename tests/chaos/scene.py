@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import redis
 
@@ -28,6 +29,7 @@ TAKEOVER = TIMEOUT + 1.0
 HANDOVER = 1.0
 
 _FEWEST, _MOST = 3, 5  # beats
+_LONGEST_IDLE = 6.0  # seconds for which workers may do nothing of what they were given
 _LOG_LINES = 40  # that one beat may write about one fault, beside what it has repaired
 
 
@@ -40,6 +42,14 @@ class Injection:
     healed_ms: int = 0
     settled_ms: int = 0
     took: dict[str, float] = field(default_factory=dict)  #: seconds of takeovers, by their kind
+
+
+class _Worked(NamedTuple):
+    """When workers were last seen to have done something."""
+
+    done: int  #: bytes that they have written
+    given: int  #: messages that they had been given by then
+    at: float
 
 
 class Scene:
@@ -62,6 +72,7 @@ class Scene:
         self.most_moved = 0
         self.most_lines = 0
         self._ended: list[Beat] = []
+        self._worked = _Worked(0, 0, time.monotonic())
         self._master = 0  # its port, where Sentinel chooses it
         self.monitor = Monitor(lambda: [beat.pid for beat in self.live()])
 
@@ -117,13 +128,25 @@ class Scene:
             self.beats.remove(beat)
             self._ended.append(beat)
             beat.close()
-        for worker in [w for w in self.deployment.workers if not w.is_running()]:
-            self.deployment.workers.remove(worker)  # kombu's own ends when Redis is full
-            self.deployment.start_worker()
+        self._keep_workers()
         while len(self.live()) < _FEWEST:
             self.join(proxied=self.random.random() < 0.3 and self.deployment.kind != "sentinel")
         for beat in self.victims()[: max(0, len(self.live()) - _MOST)]:
             beat.process.stop()
+
+    def _keep_workers(self) -> None:
+        """Replace workers that have ended (as they do when Redis is full), or do nothing more."""
+        workers, ran = self.deployment.workers, self.deployment.ran
+        done, given = ran.stat().st_size if ran.exists() else 0, len(self.book.handed_on)
+        if done != self._worked.done:
+            self._worked = _Worked(done, given, time.monotonic())
+        is_idle = time.monotonic() - self._worked.at > _LONGEST_IDLE
+        is_stuck = is_idle and given > self._worked.given
+        for worker in list(workers):
+            if is_stuck or not worker.is_running():
+                worker.kill()
+                workers.remove(worker)
+                self.deployment.start_worker()
 
     # Time
 

@@ -254,9 +254,25 @@ class _TimerJudge:
                 tally.pending += 1
         elif _lies_in(self.evidence.book.gaps, moment_ms):
             tally.lost_by_redis += 1
+        elif self._is_in_doubt(span):
+            tally.pending += 1
         else:
             tally.lost += 1
             self.problem(f"the run for {moment_ms} was neither sent nor skipped", moment_ms)
+
+    def _is_in_doubt(self, span: Span) -> bool:
+        """Say whether nobody knows yet if the last run of a span is out.
+
+        Its owner may have been publishing it when the timer got another schedule; the next commit
+        of the timer counts it, unless the timer is deleted before.
+        """
+        change = span.end
+        if self.evidence.is_atomic or change is None or change.what != "rescheduled":
+            return False
+        ends = (c.from_ms for c in self.timer.changes if c.what in ("deleted", "lost"))
+        until_ms = min((moment for moment in ends if moment > change.until_ms), default=None)
+        until_ms = self.evidence.ended_ms if until_ms is None else until_ms
+        return not any(change.until_ms < run.seen_ms <= until_ms for run in self.runs)
 
     def _pending_from(self, span: Span, moments: list[int], skipped: set[int]) -> int:
         """Return the moment from which on the runs of a span were still to come when it ended."""

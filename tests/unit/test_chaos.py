@@ -281,6 +281,19 @@ def test_another_schedule_supersedes_what_was_due_and_begins_anew() -> None:
     assert judge(evidence(runs, (), changes, stored=stored)).total.lost == 1
 
 
+@pytest.mark.parametrize("is_atomic", [True, False])
+def test_a_run_in_doubt_goes_with_its_timer(is_atomic: bool) -> None:
+    moments, at = grid(), FIRST + 4200
+    changes = [
+        CREATED,
+        Change("rescheduled", at, at + 5, Every(4000)),
+        Change("deleted", at + 3000, at + 3005),
+    ]
+    runs = sent(*moments[:4])
+    found = judge(evidence(runs, (), changes, stored=None, is_atomic=is_atomic))
+    assert found.total.lost == int(is_atomic)
+
+
 def test_what_was_due_when_redis_lost_its_data_is_counted_by_itself() -> None:
     moments, lost = grid(), FIRST + 4500
     again = Change("created", lost + 60, lost + 90, Every(1000, BEGIN))
