@@ -158,6 +158,7 @@ class _TimerJudge:
         for run in runs:
             self.sent[run.scheduled_ms].append(run)
         self.spans = list(self._spans())
+        self.in_doubt: set[Span] = set()  # those of whose last run nobody knows
 
     def problem(self, text: str, moment_ms: int) -> None:
         """Note something that is wrong."""
@@ -254,7 +255,8 @@ class _TimerJudge:
                 tally.pending += 1
         elif _lies_in(self.evidence.book.gaps, moment_ms):
             tally.lost_by_redis += 1
-        elif self._is_in_doubt(span):
+        elif span not in self.in_doubt and self._is_in_doubt(span):
+            self.in_doubt.add(span)
             tally.pending += 1
         else:
             tally.lost += 1

@@ -292,6 +292,8 @@ def test_a_run_in_doubt_goes_with_its_timer(is_atomic: bool) -> None:
     runs = sent(*moments[:4])
     found = judge(evidence(runs, (), changes, stored=None, is_atomic=is_atomic))
     assert found.total.lost == int(is_atomic)
+    found = judge(evidence(runs[:3], (), changes, stored=None, is_atomic=is_atomic))
+    assert found.total.lost == 1 + int(is_atomic), "only one can be"
 
 
 def test_what_was_due_when_redis_lost_its_data_is_counted_by_itself() -> None:
