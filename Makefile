@@ -1,9 +1,12 @@
 # Everything works on a machine that has Python (3.10 or newer) and make; no server is needed.
 #   make test ARGS="-k failover"     ARGS goes to pytest, to the demo or to the benchmarks
 #   make demo PYTHON=python3.12      PYTHON makes the virtual environments
+#   make chaos CHAOS_SECONDS=600 CHAOS_SEED=7     without a seed: another one each time, printed
 
 PYTHON ?= python3
 ARGS ?=
+CHAOS_SECONDS ?= 60
+CHAOS_SEED ?=
 
 # The tests that kill beats mostly wait: all of them go to one process, the others run beside them.
 PARALLEL := --numprocesses=2 --dist=loadgroup
@@ -11,6 +14,7 @@ PARALLEL := --numprocesses=2 --dist=loadgroup
 CODE := celery_dtimer tests example_project
 VENV := .venv
 DEMO_VENV := .venv-demo
+CHAOS_VENV := .venv-chaos
 MATRIX_VENV := .venv-matrix
 
 # What `make matrix` tries: these Pythons (of the PATH or of pyenv), each with these versions and
@@ -26,8 +30,8 @@ SERVER_TESTS := tests/integration tests/topologies tests/failover/test_redis_fau
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test failover takeovers soak clock-changes lint demo bench bench-large matrix servers-matrix \
-  build clean
+.PHONY: help venv test failover takeovers soak clock-changes lint demo chaos bench bench-large matrix \
+  servers-matrix build clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 23
@@ -59,6 +63,9 @@ lint: $(VENV)/.installed ## Check format, style, types and imports
 
 demo: $(DEMO_VENV)/.installed ## See beats share timers, and survive a kill -9 (a minute)
 	@$(DEMO_VENV)/bin/python -m example_project.demo $(ARGS)
+
+chaos: $(CHAOS_VENV)/.installed ## Break servers and beats at random, and account for every run
+	@$(CHAOS_VENV)/bin/python -m tests.chaos --seconds $(CHAOS_SECONDS) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED)) $(ARGS)
 
 bench: $(VENV)/.bench ## Measure beside Celery beat, redbeat and BullMQ
 	$(VENV)/bin/python -m tests.benchmarks $(if $(ARGS),$(ARGS),--chart docs/benchmarks.svg)
@@ -96,7 +103,7 @@ build: $(VENV)/.installed ## Build the wheel and the source distribution into di
 	$(VENV)/bin/python -m build
 
 clean: ## Remove all that the other commands have made
-	rm -rf $(VENV) $(DEMO_VENV) $(MATRIX_VENV) $(SERVERS_DIR) .demo .bench build dist
+	rm -rf $(VENV) $(DEMO_VENV) $(CHAOS_VENV) $(MATRIX_VENV) $(SERVERS_DIR) .demo .bench build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -125,4 +132,10 @@ $(DEMO_VENV)/.installed: pyproject.toml
 	@echo "Installing into $(DEMO_VENV) (once) ..."
 	$(new_venv)
 	@$(@D)/bin/python -m pip install --quiet --editable ".[demo]"
+	@touch $@
+
+$(CHAOS_VENV)/.installed: pyproject.toml
+	@echo "Installing into $(CHAOS_VENV) (once) ..."
+	$(new_venv)
+	@$(@D)/bin/python -m pip install --quiet --group chaos --editable .
 	@touch $@

@@ -80,6 +80,7 @@ _FORESEEN = 100  # timers that are looked at before they come due, at once,
 _FORESEEING = 0.0003  # each in so many seconds, generously
 _AHEAD = 8  # timers that are told before they come due, and so go out without being read first
 _STOLEN = 100  # timers that are taken over at once from an instance that lags
+_SAY_EVERY = 5.0  # seconds between two lines of the log that say the same
 
 
 class StaleServerError(StoreUnavailableError):
@@ -119,6 +120,23 @@ class Mode(Protocol):
 
     def refuse(self, reason: str) -> None:
         """Publish first from now on."""
+
+
+class _Repeated:
+    """Adds up what happens again and again, so that the log tells it in a line now and then."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._untold = 0
+        self._say_after = clock()
+
+    def add(self, count: int) -> int:
+        """Add to what is to be told; return the sum if it is to be told now, else 0."""
+        self._untold += count
+        if not count or self._clock() < self._say_after:
+            return 0
+        told, self._untold, self._say_after = self._untold, 0, self._clock() + _SAY_EVERY
+        return told
 
 
 class Confirmed:
@@ -218,6 +236,7 @@ class Dispatcher:
         self._answered = 0.0  # when, by the clock
         self._look_at_others = 0.0  # when to look again whether one lags
         self._has_looked = False
+        self._stolen, self._not_committed, self._not_sent = (_Repeated(clock) for _ in range(3))
 
     def step(self, lease: Lease) -> Pass:
         """Dispatch what is due, for a quarter of a second at most.
@@ -333,7 +352,8 @@ class Dispatcher:
             return False
         moved = self._store.steal(lease.instance, lease.epoch, lag_ms, _STOLEN)
         if moved.count:
-            logger.info("Took %s overdue timers over from an instance that lags", moved.count)
+            if stolen := self._stolen.add(moved.count):
+                logger.info("Took %s overdue timers over from an instance that lags", stolen)
             self._look_at_others = 0.0
         return moved.count > 0
 
@@ -418,7 +438,8 @@ class Dispatcher:
         for plan, run, outcome in zip(planned, runs, outcomes, strict=False):
             settled.extend(self._settlements(plan, run, outcome))
         self._on_progress()
-        _log(runs, outcomes)
+        self._say_refused(runs, outcomes)
+        _log_sent(runs, outcomes)
         is_down = any(isinstance(outcome, BrokerDownError) for outcome in outcomes)
         tally.broker_down = tally.broker_down or is_down
         return settled, is_whole and len(outcomes) == len(runs) and not is_down
@@ -622,9 +643,18 @@ class Dispatcher:
             self._overlaps.settled(settlement, code, lease.instance)
             if code == COMMITTED or message is None:
                 tally.counts[settlement.done] += 1
-        if unsettled:
-            logger.info("%s timers were not committed: %s ...", len(unsettled), unsettled[0])
+        if count := self._not_committed.add(len(unsettled)):
+            logger.info("%s timers were not committed: %s ...", count, unsettled[0])
         return put_off
+
+    def _say_refused(self, runs: Sequence[Run], outcomes: Sequence[Outcome | Message]) -> None:
+        """Log refusals in one line, since they mostly have one reason, and it mostly lasts."""
+        pairs = zip(runs, outcomes, strict=False)
+        refused = [(run, outcome) for run, outcome in pairs if isinstance(outcome, RefusedError)]
+        if count := self._not_sent.add(len(refused)):
+            first, why = refused[0]
+            name = shown(first.definition.name)
+            logger.warning("%s messages not sent, tried again; %s: %s", count, name, why)
 
     def _refused_push(
         self, settlement: Settlement, error: str, tally: _Tally
@@ -707,14 +737,7 @@ def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
     return Settlement(timer, "broken" if timer.is_readable else "unreadable", reason=str(why))
 
 
-def _log(runs: Sequence[Run], outcomes: Sequence[Outcome | Message]) -> None:
-    """Log the refusals of a batch in one line, since they mostly have one reason."""
-    pairs = zip(runs, outcomes, strict=False)
-    refused = [(run, outcome) for run, outcome in pairs if isinstance(outcome, RefusedError)]
-    if refused:
-        first, why = refused[0]
-        name = shown(first.definition.name)
-        logger.warning("%s messages not sent, tried again; %s: %s", len(refused), name, why)
+def _log_sent(runs: Sequence[Run], outcomes: Sequence[Outcome | Message]) -> None:
     if logger.isEnabledFor(logging.DEBUG):
         for run, outcome in zip(runs, outcomes, strict=False):
             if outcome is None or isinstance(outcome, Message):

@@ -43,6 +43,7 @@ class Arming(NamedTuple):
     reason: str = ""  #: why it does not run
     jitter_ms: int = 0  #: it is looked at so long after it is due
     skip: Skip | None = None  #: runs that are given up
+    second_ms: int | None = None  #: the second of them: the first may be out after all
 
 
 class Skip(NamedTuple):
@@ -149,9 +150,19 @@ def given_up(
         if first_ms is None or first_ms > now_ms:
             return None
         return _skip(reason, definition, first_ms, now_ms)
-    if due_ms is None or due_ms > now_ms or due_ms == existing.last_sent_ms:
+    if due_ms is not None and due_ms == existing.last_sent_ms:  # it is out; those behind it are not
+        due_ms = _run_after(definition, due_ms, due_ms)
+    if due_ms is None or due_ms > now_ms:
         return None
     return _skip(reason, definition, due_ms, now_ms)
+
+
+def giving_up(arming: Arming, skip: Skip | None, definition: Definition) -> Arming:
+    """Return an arming with the runs that are given up for it, by the definition that was."""
+    if skip is None or skip.runs == 1:
+        return arming._replace(skip=skip)
+    second_ms = _run_after(definition, skip.first_ms, skip.first_ms)
+    return arming._replace(skip=skip, second_ms=second_ms)
 
 
 def _first_cut_off(

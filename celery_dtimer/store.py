@@ -1161,7 +1161,7 @@ class Store:
         if arming is None:
             return True
         kept = definition if arming.keeps_due else None
-        arming = arming._replace(skip=planning.given_up(old, state, now_ms, kept))
+        arming = planning.giving_up(arming, planning.given_up(old, state, now_ms, kept), old)
         return not self._begin_upsert([(definition, state, arming)], state.source)()[1]
 
     def _begin_write(
@@ -1211,15 +1211,20 @@ class Store:
             for each, state, arming in rows
             if state is not None and (state.due_ms or now_ms) < now_ms
         }
-        skips: dict[str, planning.Skip | None] = {}
+        olds: dict[str, Definition] = {}
         for id, blob in zip(overdue, self.definitions(list(overdue)), strict=True):
             with contextlib.suppress(InvalidTimerError):  # then nobody knows which they were
                 if blob is not None:
-                    state, kept = overdue[id]
-                    skips[id] = planning.given_up(decode_definition(blob), state, now_ms, kept)
-        return [
-            (each, state, arming._replace(skip=skips.get(each.id))) for each, state, arming in rows
-        ]
+                    olds[id] = decode_definition(blob)
+
+        def giving_up(id: str, arming: planning.Arming) -> planning.Arming:
+            if id not in olds:
+                return arming
+            state, kept = overdue[id]
+            skip = planning.given_up(olds[id], state, now_ms, kept)
+            return planning.giving_up(arming, skip, olds[id])
+
+        return [(each, state, giving_up(each.id, arming)) for each, state, arming in rows]
 
     def _begin_upsert(
         self, rows: Sequence[_Row], source: str
@@ -1740,7 +1745,10 @@ def _upsert_arguments(
     anew = int(
         state is not None and state.is_finished and planning.is_rescheduled(state, stored.revision)
     )
-    given_up = "-" if arming.skip is None else ":".join(map(str, arming.skip))
+    given_up = "-"
+    if arming.skip is not None:
+        second = "-" if arming.second_ms is None else arming.second_ms
+        given_up = ":".join(map(str, (*arming.skip, second)))
     head = (stored.id, stored.revision, arming.status, _due(arming), arming.jitter_ms, anew)
     return (
         f"{' '.join(map(str, head))} {given_up} {arming.reason}",

@@ -208,6 +208,11 @@ class RabbitMQ:
         """Let a frozen node go on; it then answers all that was sent meanwhile."""
         self._send(signal.SIGCONT)
 
+    def control(self, *command: str) -> None:
+        """Run a command of ``rabbitmqctl`` on the node."""
+        argv = [RABBITMQ.with_name("rabbitmqctl"), *command]
+        subprocess.run(argv, env=self._environment, check=True, capture_output=True, timeout=60)
+
     def _send(self, signum: int) -> None:
         assert self._process is not None, "the node does not run"
         os.killpg(self._process.pid, signum)

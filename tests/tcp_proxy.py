@@ -18,6 +18,7 @@ class TcpProxy:
         black_hole: while true, connections stay open and nothing arrives.
         refuse: while true, new connections are reset at once.
         forgotten: connections on which nothing arrives any more; others go on.
+        deaf: while it is "requests" or "replies", what goes that way is held back.
         drop_replies: so many answers are not delivered: the request arrives, and the connection is
             reset in place of its answer.
         rate: bytes per second and direction, or None for no limit.
@@ -29,12 +30,14 @@ class TcpProxy:
         self.upstream = (host, port)
         self.latency = self.jitter = 0.0
         self.black_hole = self.refuse = False
+        self.deaf = ""
         self.drop_replies = 0
         self.rate: float | None = None
         self.trickle: float | None = None
         self.accepted = 0
         self._open: set[asyncio.StreamWriter] = set()
         self.forgotten: frozenset[asyncio.StreamWriter] = frozenset()
+        self._severed: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(
             asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -78,6 +81,7 @@ class TcpProxy:
             await asyncio.wait({requests, replies}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._open -= pair
+            self._severed -= pair
             requests.cancel()
             replies.cancel()
             await asyncio.gather(requests, replies, return_exceptions=True)
@@ -86,7 +90,9 @@ class TcpProxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool
     ) -> None:
         while chunk := await reader.read(65536):
-            await self._hold(len(chunk), writer)
+            await self._hold(len(chunk), writer, "replies" if replies else "requests")
+            if writer in self._severed:
+                continue
             if replies and self.drop_replies > 0:
                 self.drop_replies -= 1
                 return
@@ -104,8 +110,8 @@ class TcpProxy:
                 return
             yield chunk[place : place + 1]
 
-    async def _hold(self, size: int, writer: asyncio.StreamWriter) -> None:
-        while self.black_hole or writer in self.forgotten:
+    async def _hold(self, size: int, writer: asyncio.StreamWriter, way: str) -> None:
+        while self.black_hole or self.deaf == way or writer in self.forgotten:
             await asyncio.sleep(0.01)
         delay = self.latency + random.uniform(0, self.jitter)
         delay += size / self.rate if self.rate else 0.0
@@ -125,6 +131,10 @@ class TcpProxy:
     def cut(self) -> None:
         """Reset every open connection."""
         self._loop.call_soon_threadsafe(self._abort_all)
+
+    def sever(self) -> None:
+        """Let every open connection stay open, and nothing arrive on it any more; new ones work."""
+        self._loop.call_soon_threadsafe(lambda: self._severed.update(self._open))
 
     def _abort_all(self) -> None:
         for writer in list(self._open):

@@ -33,6 +33,8 @@
 -- Returns the number -1 when the epoch is over, -3 when the server is not the broker's: then nothing was written, but for
 --   a published run of an epoch that is over: like every published run whose commit is refused, it is remembered in its
 --   timer as last_sent, if it is the same creation, and counted if the timer goes by another schedule by now.
+-- A run that another schedule has left in_doubt, because it might be published just then, is counted as superseded by the next
+--   commit that moves its timer on, unless a commit has told meanwhile that it is out.
 -- A call with the number of the last one (its reply was lost) gets its codes, and changes nothing.
 -- Worst case: O(timers of the call * log timers), and their messages.
 
@@ -180,6 +182,11 @@ end
 
 -- Move a timer on to its next run, and count those that do not happen.
 local function move_on(timer, name, row, due, done, detail)
+  if row[9] then
+    note_skipped(timer, 'superseded', 1, row[9], row[9])
+    call('HDEL', name, 'in_doubt')
+    passed = passed + 1
+  end
   if tonumber(detail) then
     return advance(timer, name, row, due, detail, detail, done)
   end
@@ -292,7 +299,11 @@ local function count_sending(timer, name, row, due)
     return -- whoever comes upon it counts it
   end
   local more = fields(name, 'last_run', 'passed', 'parent')
-  local counted = math.max(number(more[1], -1), number(more[2], -1))
+  local in_doubt = row[9] == due
+  local counted = math.max(number(more[1], -1), in_doubt and -1 or number(more[2], -1))
+  if in_doubt then
+    call('HDEL', name, 'in_doubt')
+  end
   if number(row[5], 0) > tonumber(due) and tonumber(due) > counted and not more[3] then
     local run = whole(number(row[6], 0) + 1)
     call('HSET', name, 'last_run', due, 'runs', run)
@@ -307,7 +318,7 @@ while position <= #ARGV do
   local to, from = numbers(ARGV[position + 4]), position + 5
   position = from + #to
   local name = key('timer', timer)
-  local row = fields(name, 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent', 'attempts')
+  local row = fields(name, 'status', 'owner', 'created', 'revision', 'due', 'runs', 'last_sent', 'attempts', 'in_doubt')
   local no_timer = done == 'missing' or done == 'unreadable'
   local code, problem
   if not row[1] then

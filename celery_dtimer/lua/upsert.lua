@@ -5,13 +5,15 @@
 -- then per timer, three values:
 --   "<id> <new revision> <new status> <due> <jitter> <anew> <given up> <reason>": due is in ms, "+ms" after now, "keep" as
 --     stored or "-" none; it is looked at so many ms of jitter later, with "keep:<ms>" only if that is what is stored; anew
---     is 1 for a new creation of what is stored, else 0; given up are runs that have come, "-" or "<why>:<how many>:<from>:<until>"
+--     is 1 for a new creation of what is stored, else 0; given up are runs that have come, "-" or "<why>:<how many>:<from>:<until>:<the second of
+--     them, or ->"
 --   "<revision> <status>" as they were read, "" for none
 --   definition
 -- Returns {now}, and for each timer that is not as it was read its place in the call, from 0, and its hash, empty when
 -- there is no timer: then nothing of it was written.
 -- A due time is later than the timer's last run, whatever was asked for. Runs that are given up are counted if the first of
--- them still is to come, and is not the one that is due while it is out, or its owner about to publish it.
+-- them still is to come, and is not the one that is due while it is out. If its owner is about to publish that one, those
+-- behind it are counted, and it is left in_doubt: the owner's next commit of the timer tells what became of it.
 -- Worst case: O(instances + timers of the call * log timers).
 
 check_types()
@@ -35,12 +37,13 @@ local function read(timer)
   if all_new then
     return NONE
   end
-  local values = fields(timer, 'revision', 'status', 'owner', 'created', 'due', 'at', 'last_run', 'last_sent', 'source')
+  local values = fields(timer, 'revision', 'status', 'owner', 'created', 'due', 'at', 'last_run', 'last_sent', 'source',
+    'in_doubt')
   if not values[1] then
     return NONE
   end
   return {revision = values[1], status = values[2], owner = values[3], created = values[4], due = values[5],
-    at = values[6], last_run = values[7], last_sent = values[8], source = values[9]}
+    at = values[6], last_run = values[7], last_sent = values[8], source = values[9], in_doubt = values[10]}
 end
 
 -- The scheduled moment of the next run, and when the timer is looked at for it.
@@ -63,12 +66,20 @@ end
 
 -- Count the runs that have come and do not happen.
 local function give_up(id, row, given_up)
-  local reason, runs, first, last = string.match(given_up, '^(%a+):(%d+):(%d+):(%d+)$')
+  local reason, runs, first, last, second = string.match(given_up, '^(%a+):(%d+):(%d+):(%d+):(%S+)$')
   if not reason or number(row.due, math.huge) > tonumber(first) then
     return
   end
   if row.due ~= first or (row.last_sent ~= first and not in_flight(id, row.owner)) then
     note_passed(id, reason, runs, first, last)
+  elseif row.last_sent ~= first then
+    if row.in_doubt then
+      note_passed(id, reason, 1, row.in_doubt, row.in_doubt)
+    end
+    if tonumber(runs) > 1 then
+      note_passed(id, reason, whole(runs - 1), second, last)
+    end
+    redis.call('HSET', key('timer', id), 'in_doubt', first, 'passed', last)
   end
 end
 

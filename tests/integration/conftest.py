@@ -170,6 +170,10 @@ class Service:
         """Edit a timer's hash by hand."""
         self.redis.hset(self.keys("timer", id), name, value)
 
+    def get_field(self, id: str, name: str) -> str | None:
+        """Return a field of a timer's hash."""
+        return self.redis.hget(self.keys("timer", id), name)
+
     def resume(
         self,
         timer: Definition,

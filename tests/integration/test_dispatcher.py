@@ -245,6 +245,28 @@ def test_a_refused_run_waits_longer_each_time_and_later_timers_go_on(
     assert beat.service.state(timer.id).attempts == 0
 
 
+def test_what_is_refused_again_and_again_is_logged_now_and_then_with_the_sum(
+    service: Service, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = 100.0
+    beat = Beat(service, broker, seconds=lambda: seconds)
+    service.add_many(3, "timer")
+    broker.answers["*"] = REFUSED
+
+    def told() -> list[str]:
+        return [line for line in caplog.messages if "not sent" in line]
+
+    with caplog.at_level(logging.WARNING, "celery_dtimer"):
+        for _ in range(4):
+            service.clock.advance(20)
+            assert beat.step().postponed == 3
+        assert [line.split(" ")[0] for line in told()] == ["3"]
+        seconds += 5
+        service.clock.advance(20)
+        assert beat.step().postponed == 3
+    assert [line.split(" ")[0] for line in told()] == ["3", "12"]
+
+
 def test_the_next_look_is_at_what_was_postponed(beat: Beat, broker: Broker) -> None:
     beat.service.add()
     broker.answers["*"] = REFUSED

@@ -389,9 +389,12 @@ def test_what_lies_behind_an_earlier_end_is_superseded(
     assert (state.status, state.runs, state.skips) == ("stopped", 2, {"superseded": 2})
 
 
-def test_a_run_that_was_sent_is_not_superseded(beat: Beat) -> None:
+@pytest.mark.parametrize(("late", "skips"), [(5, {}), (25, {"superseded": 2})])
+def test_a_run_that_was_sent_is_not_superseded_those_behind_it_are(
+    beat: Beat, late: int, skips: dict[str, int]
+) -> None:
     timer = beat.service.add(every=10)
     beat.service.set_field(timer.id, "last_sent", str(START_MS + 10_000))
-    beat.service.clock.advance(15)
+    beat.service.clock.advance(10 + late)
     beat.service.add(every=20)
-    assert beat.service.state(timer.id).skips == {}
+    assert beat.service.state(timer.id).skips == skips

@@ -1089,9 +1089,12 @@ def test_upsert_keeps_a_due_time_with_another_jitter_if_it_is_the_one_that_was_r
     assert (state.due_ms, state.at_ms) == (START_MS + 10_000, START_MS + at_ms)
 
 
-def _give_up(service: Service, timer: Definition, due_ms: int, **fields: Any) -> None:
+def _give_up(
+    service: Service, timer: Definition, due_ms: int, runs: int = 3, **fields: Any
+) -> None:
     row = (timer.id, timer.revision, "active", "new", "active", START_MS + 99_000, "", "{}")
-    given_up = f"superseded:3:{due_ms}:{due_ms + 20_000}"
+    second = "-" if runs == 1 else due_ms + 10_000
+    given_up = f"superseded:{runs}:{due_ms}:{due_ms + (runs - 1) * 10_000}:{second}"
     assert _upsert_all(service, row, given_up=given_up, **fields) == [service.clock()]
 
 
@@ -1114,17 +1117,83 @@ def test_upsert_counts_runs_behind_one_that_may_be_out(service: Service) -> None
     assert service.state(timer.id).skips == {"superseded": 3}
 
 
-@pytest.mark.parametrize("why", ["another due time", "sent", "in flight"])
-def test_upsert_counts_no_run_that_may_be_out(service: Service, why: str) -> None:
-    epoch = service.join()
+@pytest.mark.parametrize("why", ["another due time", "sent"])
+def test_upsert_counts_no_run_that_is_out(service: Service, why: str) -> None:
+    service.join()
     timer = service.add()
     service.clock.advance(35)
     if why == "sent":
         service.set_field(timer.id, "last_sent", str(START_MS + 10_000))
-    elif why == "in flight":
-        service.store.due("a", epoch, Reading(10, marks=True))
     _give_up(service, timer, START_MS + (9_000 if why == "another due time" else 10_000))
     assert service.state(timer.id).skips == {}
+
+
+def _leave_in_doubt(service: Service, runs: int = 3) -> tuple[Definition, DueTimer, int]:
+    """Give another schedule to a timer whose owner has read its run, and may be publishing it."""
+    epoch = service.join()
+    timer = service.add()
+    service.clock.advance(35)
+    (due,) = service.store.due("a", epoch, Reading(10, marks=True)).timers
+    _give_up(service, timer, due.due_ms, runs=runs)
+    return timer, due, epoch
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_upsert_leaves_a_run_in_doubt_that_its_owner_may_be_publishing(
+    service: Service, runs: int
+) -> None:
+    timer, due, _ = _leave_in_doubt(service, runs)
+    skips = {"superseded": runs - 1} if runs > 1 else {}
+    assert service.state(timer.id).skips == skips, "those behind it are not sent"
+    assert service.get_field(timer.id, "in_doubt") == due.due
+    behind = [entry["skipped"] for entry in service.store.history(0)]
+    first_ms, last_ms = due.due_ms + 10_000, due.due_ms + (runs - 1) * 10_000
+    expected = f"{timer.id} superseded {runs - 1} {first_ms} {last_ms}"
+    assert behind == ([expected] if runs > 1 else [])
+
+
+def test_upsert_counts_a_run_in_doubt_when_another_one_is(service: Service) -> None:
+    timer, due, epoch = _leave_in_doubt(service)
+    service.clock.advance(100)
+    (second,) = service.store.due("a", epoch, Reading(10, marks=True)).timers
+    row = (timer.id, "new", "active", "newer", "active", START_MS + 999_000, "", "{}")
+    given_up = f"superseded:1:{second.due}:{second.due}:-"
+    assert _upsert_all(service, row, given_up=given_up) == [service.clock()]
+    assert service.state(timer.id).skips == {"superseded": 3}
+    assert service.get_field(timer.id, "in_doubt") == second.due != due.due
+
+
+@pytest.mark.parametrize("done", ["run", "skip"])
+def test_commit_counts_a_run_in_doubt_that_nobody_has_sent(service: Service, done: str) -> None:
+    timer, _, epoch = _leave_in_doubt(service)
+    service.clock.advance(100)
+    later = service.due_one("a", epoch)
+    settlement = Settlement(later, done, next_due_ms=later.due_ms + 10_000)
+    assert service.commit("a", epoch, settlement) == [1]
+    state = service.state(timer.id)
+    assert (state.skips, state.runs) == ({"superseded": 3}, int(done == "run"))
+    assert service.get_field(timer.id, "in_doubt") is None
+    assert f"{timer.id} superseded 1 {START_MS + 10_000} {START_MS + 10_000}" in [
+        line for entry in service.store.history(0) for line in entry.get("skipped", "").split("\n")
+    ]
+
+
+@pytest.mark.parametrize("is_fenced", [False, True])
+def test_commit_of_a_run_in_doubt_says_that_it_is_out(service: Service, is_fenced: bool) -> None:
+    timer, due, epoch = _leave_in_doubt(service)
+    if is_fenced:
+        service.join()
+        with pytest.raises(FencedError):
+            service.commit("a", epoch, service.ran(due))
+    else:
+        assert service.commit("a", epoch, service.ran(due)) == [-2]
+    state = service.state(timer.id)
+    assert (state.skips, state.runs, state.last_run_ms) == ({"superseded": 2}, 1, due.due_ms)
+    service.clock.advance(100)
+    later = service.due_one("a", service.epoch("a"))
+    assert service.commit("a", service.epoch("a"), service.ran(later)) == [1]
+    state = service.state(timer.id)
+    assert (state.skips, state.runs) == ({"superseded": 2}, 2)
 
 
 def test_upsert_of_a_timer_that_has_ended_keeps_it_for_a_time(service: Service) -> None:
