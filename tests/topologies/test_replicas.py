@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from celery_dtimer.errors import StoreUnavailableError
 from celery_dtimer.membership import Identity, Membership
 from celery_dtimer.model import Definition
 from celery_dtimer.schedules import Interval
@@ -140,3 +141,11 @@ def test_a_user_who_may_not_wait_has_short_commits(
     epoch = store.register("a", {}).epoch
     assert replica.process.is_running()
     assert store.commit("a", epoch, 1, []).is_short
+
+
+def test_a_master_that_refuses_to_write_without_replicas_will_serve_later(
+    fresh_redis: FreshRedis, make_store: MakeStore
+) -> None:
+    store = make_store(fresh_redis("--min-replicas-to-write", "1").url)
+    with pytest.raises(StoreUnavailableError, match=r"can not serve now: .*NOREPLICAS"):
+        store.register("a", {})
