@@ -201,6 +201,27 @@ def test_all_bad_entries_at_once_leave_the_good_ones_alone(service: Service, app
     assert {timer.name for timer in timers.values() if timer.status == "broken"} == BAD.keys()
 
 
+def test_entries_that_are_spoilt_at_a_restart_and_mended_at_the_next(
+    service: Service, app: Celery
+) -> None:
+    """Their names exist by then, as timers that run; and as broken ones."""
+    good = dict.fromkeys([*BAD, "good"], GOOD)
+    Beat(service, app, good)
+    assert service.store.pending_count() == len(good)
+    due = service.state(timer_id("good")).due_ms
+    service.clock.advance(3)
+    bad = {name: entry for name, (entry, _) in BAD.items()}
+    for _ in range(2):  # broken again, too
+        timers = Beat(service, app, {**bad, "good": GOOD}).timers()
+        assert {name for name, timer in timers.items() if timer.status == "broken"} == BAD.keys()
+        for name, (_, said) in BAD.items():
+            assert said in (timers[name].reason or "")
+        assert service.state(timer_id("good")).due_ms == due
+    timers = Beat(service, app, good).timers()
+    assert {timer.status for timer in timers.values()} == {"active"}
+    assert service.store.pending_count() == len(good)
+
+
 @pytest.mark.parametrize("name", [5, None, b"bytes", ("a",)])
 def test_a_name_that_is_no_str_is_broken_under_what_it_looks_like(
     service: Service, app: Celery, name: Any

@@ -17,7 +17,7 @@ from celery_dtimer import DistributedTimer
 from celery_dtimer.errors import StoreUnavailableError
 from celery_dtimer.model import Lease
 from celery_dtimer.publisher import BrokerDownError, Publisher
-from celery_dtimer.settings import Settings
+from celery_dtimer.settings import Settings, defaults
 from celery_dtimer.store import OutRun, Reading, Store
 from celery_dtimer.timelimits import LimitedSocket
 from tests.conftest import FreshRedis, MakeApp, app_settings
@@ -310,7 +310,12 @@ def test_a_broker_of_redis(
 
 def test_rabbitmq_that_is_frozen(rabbitmq: RabbitMQ, make_app: MakeApp) -> None:
     """To say good-bye takes two calls: for the channel, and for the connection."""
-    app = make_app(broker_url=rabbitmq.url)
+    as_shipped = {name: value for name, value in defaults().items() if name.endswith("_timeout")}
+    app = make_app(broker_url=rabbitmq.url, dtimer_redis_url=make_app().conf.broker_url)
+    timers = DistributedTimer(make_app(**{**app.conf.changes, **as_shipped}))
+    timers.start()
+    timers.create_timer("often", 0.2, "task")
+    wait_until(lambda: timers.get_counts().sent, "a run", 15)
     publisher = publisher_of(app)
     assert publisher.connect() is None
     rabbitmq.freeze()
@@ -321,6 +326,10 @@ def test_rabbitmq_that_is_frozen(rabbitmq: RabbitMQ, make_app: MakeApp) -> None:
         began = time.monotonic()
         assert isinstance(publisher.connect(), BrokerDownError)
         assert time.monotonic() - began < 2 * LIMIT + SLACK
+        began = time.monotonic()
+        timers.stop()
+        assert time.monotonic() - began < 2, "whatever the broker does not say"
+        assert timers.get_service_instances() == []
     finally:
         rabbitmq.thaw()
 
