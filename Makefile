@@ -20,7 +20,7 @@ OLDEST := celery==5.5.0 redis==5.2.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test failover clock-changes lint demo bench bench-large matrix build clean
+.PHONY: help venv test failover fuzz clock-changes lint demo bench bench-large matrix build clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 21
@@ -32,6 +32,10 @@ test: $(VENV)/.installed ## Run all tests
 
 failover: $(VENV)/.installed ## Run the tests that kill beats and servers, at full length
 	DTIMER_TEST_SECONDS=60 $(VENV)/bin/python -m pytest --timeout=600 tests/failover $(ARGS)
+
+fuzz: $(VENV)/.installed ## Give 100,000 bad inputs to all that reads what is stored, sent or asked (half an hour)
+	DTIMER_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),100000) $(VENV)/bin/python -m pytest --timeout=7200 tests/fuzz -q \
+	  --show-capture=no $(ARGS)
 
 clock-changes: $(VENV)/.installed ## Check schedules at every change of clocks in every zone (minutes)
 	DTIMER_TEST_ALL_ZONES=1 $(VENV)/bin/python -m pytest --timeout=600 --log-cli-level=INFO \

@@ -41,6 +41,9 @@ UNASSIGNED = "unassigned"
 #: The most that one definition may take; the size of one batch of a script.
 MAX_DEFINITION_BYTES = 1024 * 1024
 
+#: How deep the lists and dicts of a definition may be in each other: no reader runs out of stack.
+MAX_DEPTH = 200
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _RUNS = uuid.UUID("5a6f0f6e-6d0d-5c55-9d7a-0d1f7c1d2b1e").bytes  # the namespace of task ids
 _BASE_32 = "abcdefghijklmnopqrstuvwxyz234567"
@@ -281,6 +284,8 @@ def decode_definition(blob: str) -> Definition:
         raise InvalidTimerError(f"the stored definition is not JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise InvalidTimerError(f"the stored definition is {shown(content)}, not an object")
+    if _may_be_deep(blob) and not _is_shallow(content):
+        raise InvalidTimerError(f"the stored definition is nested deeper than {MAX_DEPTH} levels")
     if "message" in content:
         return _decoded_countdown(content)
     schedule = schedules.decode(content.get("schedule"))
@@ -342,6 +347,26 @@ def _dumps(content: Any) -> str:
 def _loads(text: str) -> Any:
     """As kombu's `loads`, without its hook for every object where no typed value is stored."""
     return json.loads(text, object_hook=json.object_hook if '"__type__"' in text else None)
+
+
+def _may_be_deep(text: str) -> bool:
+    """Say whether a text has so many brackets that its content is to be looked at."""
+    return text.count("[") + text.count("{") > MAX_DEPTH
+
+
+def _is_shallow(value: Any) -> bool:
+    """Say whether lists and dicts are in each other no deeper than is allowed."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, (list, tuple, Mapping))
+            for inner in (each.values() if isinstance(each, Mapping) else each)
+        ]
+        if not level:
+            return True
+    return False
 
 
 def _digest(text: str) -> str:
@@ -547,8 +572,8 @@ def broken_blob(name: str, task: object) -> str:
 
 def _readable_name(blob: str | None) -> str:
     try:
-        name = json.loads(blob or "{}")["name"]
-    except (ValueError, KeyError, TypeError):
+        name = _loads(blob or "{}")["name"]
+    except Exception:  # whatever it is: there is no name in it
         return ""
     return name if isinstance(name, str) else ""
 

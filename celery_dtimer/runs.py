@@ -34,6 +34,7 @@ from celery_dtimer.model import (
     Run,
     decode_definition,
     resent_id,
+    resent_of,
     to_datetime,
     to_ms,
 )
@@ -443,6 +444,8 @@ class LostRuns:
         times = run.resent + 1
         again = definition is not None and times <= definition.policy.resend_lost
         resent = resent_id(times, task_id) if again else ""
+        if not any(resent_of(resent)):  # a forged message has had another id: no key is made of it
+            resent = ""
         settings = self._store.settings
         if run.is_started:
             why = "its worker did not renew its lease, or its time limit is over"

@@ -778,7 +778,7 @@ class Store:
             pipe.zcount(own, "-inf", f"({from_ms}")
             pipe.zrangebyscore(own, from_ms, until_ms, skip, limit, withscores=True)
             before, found = pipe.execute()
-        return before, [(id, int(at)) for id, at in found]
+        return before, [(id, _moment_of(at)) for id, at in found]
 
     # -- timers
 
@@ -889,11 +889,11 @@ class Store:
                 page = self.client.zrangebyscore(
                     self.keys("timer_queue"), start, end, skip, _PAGE, withscores=True
                 )
-            yield [(id, int(at)) for id, at in page]
+            yield [(id, _moment_of(at)) for id, at in page]
             if len(page) < _PAGE:
                 return
-            last = str(int(page[-1][1]))
-            there = sum(int(at) == int(last) for _, at in page)
+            last = repr(page[-1][1])  # as it is: it may have been edited by hand
+            there = sum(at == page[-1][1] for _, at in page)
             start, skip = last, there + (skip if last == start else 0)
 
     def replace(
@@ -1248,7 +1248,7 @@ class Store:
                     pipe.hgetall(self.keys("dead_timer", id))
                 for (id, at), row in zip(batch, _readable(pipe.execute(False)), strict=True):
                     if isinstance(row, dict):
-                        found.append((id, {**row, "at": str(int(at))}))
+                        found.append((id, {**row, "at": str(_moment_of(at))}))
         return found
 
     def dead_letter(self, id: str) -> Mapping[str, str] | None:
@@ -1258,7 +1258,7 @@ class Store:
             at = self.client.zscore(self.keys("dead_timers"), id)
             row = {} if at is None else self.client.hgetall(self.keys("dead_timer", id))
         # Between the two it may have been requeued, or purged.
-        return {**row, "at": str(int(at))} if at is not None and row else None
+        return {**row, "at": str(_moment_of(at))} if at is not None and row else None
 
     def requeue(
         self, letter: str, id: str, parent: str, revision: str, blob: str, *, task_id: str = ""
@@ -1481,6 +1481,11 @@ def _state(id: str, row: object) -> TimerState | None:
 def _is_whole(text: str) -> bool:
     """Say whether a field is a number that a script could have written: up to the last moment."""
     return text.isascii() and text.isdigit() and len(text) <= 15 and int(text) <= LAST_MS
+
+
+def _moment_of(score: float) -> int:
+    """Return the moment of a score, the nearest that can be shown if it was edited by hand."""
+    return int(min(max(score, 0), LAST_MS))
 
 
 def maybe_whole(text: str) -> int | None:

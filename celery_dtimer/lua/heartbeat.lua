@@ -15,4 +15,4 @@ end
 forgive_silence()
 redis.call('ZADD', INSTANCES, whole(NOW), id)
 redis.call('HSET', key('instance', id), 'heartbeat_at', whole(NOW))
-return {NOW, tonumber(redis.call('HGET', META, 'members') or 0), next_expiry(id)}
+return {NOW, number(redis.call('HGET', META, 'members'), 0), next_expiry(id)}
