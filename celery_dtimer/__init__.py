@@ -17,6 +17,7 @@ from celery_dtimer.errors import (
     StoreError,
     StoreUnavailableError,
     TimerNotFoundError,
+    TooManyTimersError,
 )
 from celery_dtimer.model import Instance, Timer
 from celery_dtimer.runs import DeadLetter, RunRecord
@@ -43,5 +44,6 @@ __all__ = [
     "StoreUnavailableError",
     "Timer",
     "TimerNotFoundError",
+    "TooManyTimersError",
     "__version__",
 ]

@@ -21,6 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from celery_dtimer import planning
+from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.announcer import Announcer
 from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import FencedError, InvalidTimerError, StoreUnavailableError, shown
@@ -168,6 +169,7 @@ class Dispatcher:
         bound: Mapping[str, Definition],
         may_send: Callable[[Lease], bool],
         mode: Mode | None = None,
+        allowed: AllowedTasks | None = None,
         on_progress: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -180,6 +182,7 @@ class Dispatcher:
             may_send: says whether a lease still holds; asked before every batch.
             mode: says for each batch whether its commit pushes the messages; by default it never
                 does.
+            allowed: says which of the stored definitions may be sent; by default all.
             on_progress: called after every batch and commit.
             clock: monotonic seconds.
         """
@@ -192,7 +195,7 @@ class Dispatcher:
         self._limit = store.settings.batch_size
         self._defaults = store.settings.defaults
         self._bound = bound
-        self._definitions = Definitions(store, bound)
+        self._definitions = Definitions(store, bound, allowed)
         self._overlaps = Overlaps(store, broker.revoke, clock)
         self._announcer = Announcer(store.settings.service)
         self._max_refusals = store.settings.max_refusals

@@ -5,6 +5,7 @@
     DistributedTimerError
     ├── SettingsError             also celery's ImproperlyConfigured
     ├── InvalidTimerError         also ValueError
+    ├── TooManyTimersError        the service has as many as dtimer_max_timers allows
     ├── TimerNotFoundError        also LookupError
     ├── ConflictError             a definition is not the expected one, or kept changing
     ├── FencedError               the instance's epoch is over
@@ -28,6 +29,10 @@ class SettingsError(DistributedTimerError, ImproperlyConfigured):
 
 class InvalidTimerError(DistributedTimerError, ValueError):
     """A timer was described in a way that cannot be stored or run."""
+
+
+class TooManyTimersError(DistributedTimerError):
+    """A service has as many timers as ``dtimer_max_timers`` allows."""
 
 
 class TimerNotFoundError(DistributedTimerError, LookupError):

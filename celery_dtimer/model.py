@@ -41,6 +41,15 @@ UNASSIGNED = "unassigned"
 #: The most that one definition may take; the size of one batch of a script.
 MAX_DEFINITION_BYTES = 1024 * 1024
 
+#: The most that the names of a timer and of a task, and a description, may take.
+MAX_NAME_BYTES = 1_000_000
+MAX_TASK_BYTES = 16 * 1024
+MAX_DESCRIPTION_BYTES = 64 * 1024
+
+#: How many options a timer may have, and the most that they may take as JSON.
+MAX_OPTIONS = 100
+MAX_OPTIONS_BYTES = 256 * 1024
+
 #: How deep the lists and dicts of a definition may be in each other: no reader runs out of stack.
 MAX_DEPTH = 200
 
@@ -168,9 +177,10 @@ class Definition:
     name: str
     task: str
     schedule: schedules.Schedule
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    # Arguments and options are not shown, since they may hold secrets.
+    args: Sequence[Any] = field(default=(), repr=False)
+    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     description: str = ""
     policy: Policy = PLAIN
     #: The arguments, or the schedule, can not be stored: they are taken from the code of the
@@ -180,7 +190,7 @@ class Definition:
     zone_of: str = ""
     #: The whole message of a durable countdown, as `messages.keep` makes it: its name is the task
     #: id, and its state alone says when it is due.
-    message: Mapping[str, Any] | None = None
+    message: Mapping[str, Any] | None = field(default=None, repr=False)
     #: It is but a summary of one whose timer has no run left: what it would send is not known.
     is_cut: bool = False
 
@@ -357,12 +367,12 @@ def _may_be_deep(text: str) -> bool:
 def _is_shallow(value: Any) -> bool:
     """Say whether lists and dicts are in each other no deeper than is allowed."""
     level: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         level = [
             inner
             for each in level
-            if isinstance(each, (list, tuple, Mapping))
             for inner in (each.values() if isinstance(each, Mapping) else each)
+            if isinstance(inner, (list, tuple, Mapping))
         ]
         if not level:
             return True
@@ -403,18 +413,41 @@ def check_storable(field_name: str, value: Any) -> None:
 
 
 def check_size(definition: Definition) -> Definition:
-    """Return the definition, unless it is too large to be stored.
+    """Return the definition, unless it, or a part of it, is too large to be stored.
 
     Raises:
-        InvalidTimerError: it takes more than 1 MiB.
+        InvalidTimerError: with the part, its size and what is accepted.
     """
-    size = len(definition.blob)
-    if size > MAX_DEFINITION_BYTES:
-        raise InvalidTimerError(
-            f"timer {shown(definition.name)} takes {size} bytes as JSON; "
-            f"expected at most {MAX_DEFINITION_BYTES}"
-        )
+    for field_name, most in _MOST_BYTES.items():
+        size = len(getattr(definition, field_name).encode("utf-8", "surrogatepass"))
+        if size > most:
+            raise _too_large(definition, f"has a {field_name} of {size} bytes", f"{most}")
+    blob, options = definition.blob, definition.options
+    if len(options) > MAX_OPTIONS:
+        raise _too_large(definition, f"has {len(options)} options", f"{MAX_OPTIONS}")
+    if len(blob) > MAX_OPTIONS_BYTES and not definition.code_bound:
+        size = len(_dumps(dict(options)))
+        if size > MAX_OPTIONS_BYTES:
+            raise _too_large(definition, f"has options of {size} bytes", f"{MAX_OPTIONS_BYTES}")
+    if len(blob) > MAX_DEFINITION_BYTES:
+        raise _too_large(definition, f"takes {len(blob)} bytes as JSON", f"{MAX_DEFINITION_BYTES}")
+    if _may_be_deep(blob):
+        parts = (definition.args, definition.kwargs, definition.options, definition.message)
+        if not definition.code_bound and not _is_shallow(parts):
+            what = "has lists or dicts deep in each other"
+            raise _too_large(definition, what, f"{MAX_DEPTH} levels")
     return definition
+
+
+_MOST_BYTES = {
+    "name": MAX_NAME_BYTES,
+    "task": MAX_TASK_BYTES,
+    "description": MAX_DESCRIPTION_BYTES,
+}
+
+
+def _too_large(definition: Definition, what: str, most: str) -> InvalidTimerError:
+    return InvalidTimerError(f"timer {shown(definition.name)} {what}; expected at most {most}")
 
 
 _PLAIN = frozenset({bool, float, type(None)})
@@ -509,9 +542,9 @@ class Timer:
     description: str
     schedule: schedules.Schedule | None  #: None when it can not be read
     task: str
-    args: list[Any]
-    kwargs: dict[str, Any]
-    options: dict[str, Any]
+    args: list[Any] = field(repr=False)  # not shown, since they may hold secrets
+    kwargs: dict[str, Any] = field(repr=False)
+    options: dict[str, Any] = field(repr=False)
     status: Status
     instance: str | None  #: the id of the instance that owns it
     next_run_at: datetime | None  #: None unless it is active

@@ -47,6 +47,7 @@ from celery_dtimer.capture import (
 from celery_dtimer.confirms import Confirms, Receipt
 from celery_dtimer.errors import DistributedTimerError, InvalidTimerError
 from celery_dtimer.faults import point
+from celery_dtimer.masking import masked, secrets_in
 from celery_dtimer.messages import KeptMessage, priority_of
 from celery_dtimer.model import Definition, Run
 from celery_dtimer.options import RETRIES, RETRY_HEADER, with_time_limits
@@ -326,7 +327,9 @@ class Publisher:
 
     def _down(self, exc: BaseException) -> BrokerDownError:
         self._drop()
-        return BrokerDownError(f"{type(exc).__name__}: {exc}")
+        conf = self._app.conf
+        secrets = secrets_in(conf.broker_url, conf.broker_write_url, [conf.broker_password])
+        return BrokerDownError(masked(f"{type(exc).__name__}: {exc}", secrets))
 
     # -- Redis: captured messages
 
@@ -1007,13 +1010,13 @@ def _fault(exc: Exception) -> RefusedError | UnsendableError:
     if isinstance(exc, RefusedError):
         return exc
     if isinstance(exc, (_UserCodeError, canvas.ResultBackendError)):
-        return RefusedError(str(exc)[:_LONGEST_REASON])
-    text = f"its message can not be built: {type(exc).__name__}: {exc}"
+        return RefusedError(masked(exc)[:_LONGEST_REASON])
+    text = masked(f"its message can not be built: {type(exc).__name__}: {exc}")
     return UnsendableError(text[:_LONGEST_REASON])
 
 
 def _refused(exc: BaseException) -> RefusedError:
-    return RefusedError(f"{type(exc).__name__}: {exc}"[:_LONGEST_REASON])
+    return RefusedError(masked(f"{type(exc).__name__}: {exc}")[:_LONGEST_REASON])
 
 
 def _evaluated(value: Any) -> Any:

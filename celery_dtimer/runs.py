@@ -26,6 +26,7 @@ from kombu.utils import json
 
 from celery_dtimer import history
 from celery_dtimer.errors import InvalidTimerError, shown
+from celery_dtimer.masking import masked
 from celery_dtimer.model import (
     LAST_MS,
     ONCE,
@@ -140,7 +141,7 @@ def error_text(exc: object) -> str:
         text = f"{type(exc).__name__}: {exc}" if isinstance(exc, BaseException) else str(exc)
     except Exception:  # a user's class may fail
         text = type(exc).__name__
-    return text[:_LONGEST_ERROR]
+    return masked(text)[:_LONGEST_ERROR]
 
 
 def _call_of(text: str) -> tuple[list[Any], dict[str, Any]] | None:

@@ -47,8 +47,10 @@ from celery_dtimer.errors import (
     SettingsError,
     StoreError,
     StoreUnavailableError,
+    TooManyTimersError,
     shown,
 )
+from celery_dtimer.masking import masked, secrets_in
 from celery_dtimer.model import (
     LAST_MS,
     MAX_DEFINITION_BYTES,
@@ -85,7 +87,7 @@ _SCRIPTS = (
     "revoke_runs",
     *("requeue", "purge_dead"),
 )
-_FENCED, _BUSY, _UNLINKED = -1, -2, -3
+_FENCED, _BUSY, _UNLINKED, _FULL = -1, -2, -3, -4
 _OUT_FIELDS = 8  # what ``running`` says of a run
 _WAITS = "waits"  # in the place of the number of refusals
 _SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
@@ -460,12 +462,15 @@ class Store:
         """
         self.settings = settings
         self.keys = Keys(settings.service, settings.key_prefix)
+        self._secrets = secrets_in(settings.redis_url, dict(settings.redis_options))
         self._timeout = timeout or settings.call_timeout
         self._clock = clock
         self._client: Any = None
         self._lock = threading.Lock()
         self._declared_keys = [self.keys("meta"), self.keys("never")]
         self._kept = f"{round(settings.keep_finished * 1000)} {settings.history}"
+        most = "-" if settings.max_timers is None else settings.max_timers
+        self._kept_by_upsert = f"{self._kept} {most}"
         self._kept_by_commit = f"{self._kept} {settings.track_runs:d}"
 
     # -- connection
@@ -540,7 +545,7 @@ class Store:
         except (RedisConnectionError, RedisTimeoutError, OSError) as exc:
             self._reconnect()
             raise StoreUnavailableError(
-                f"Redis at {self.settings.masked_url} does not answer: {exc}"
+                f"Redis at {self.settings.masked_url} does not answer: {self._told(exc)}"
             ) from exc
         except RedisError as exc:
             self._raise(exc)
@@ -549,9 +554,13 @@ class Store:
         if is_passing(exc):
             self._reconnect()  # the name may lead to another server by now
             raise StoreUnavailableError(
-                f"Redis at {self.settings.masked_url} can not serve now: {exc}"
+                f"Redis at {self.settings.masked_url} can not serve now: {self._told(exc)}"
             ) from exc
-        raise StoreError(f"Redis at {self.settings.masked_url} refused: {exc}") from exc
+        raise StoreError(f"Redis at {self.settings.masked_url} refused: {self._told(exc)}") from exc
+
+    def _told(self, exc: Exception) -> str:
+        """Return what an error of redis-py's says, without the passwords that it may repeat."""
+        return masked(exc, self._secrets)
 
     # -- membership
 
@@ -809,6 +818,8 @@ class Store:
 
         Raises:
             ConflictError: others kept changing one of the timers.
+            TooManyTimersError: there would be more than is allowed. What is written with one call,
+                up to 64 timers, is written as a whole or not at all; other calls may have been.
         """
         static_source = encode_name(source)
         last_runs_ms = last_runs_ms or {}
@@ -980,10 +991,16 @@ class Store:
         That is the server's time, and the state of each timer that is not as it was read.
         """
         arguments = [text for row in rows for text in _upsert_arguments(*row)]
-        answer = self._begin("upsert", source, self._kept, *arguments)
+        answer = self._begin("upsert", source, self._kept_by_upsert, *arguments)
 
         def finish() -> tuple[int, dict[int, TimerState | None]]:
-            now_ms, *refused = answer()
+            found = answer()
+            if found == _FULL:
+                raise TooManyTimersError(
+                    f"service {shown(self.settings.service)} would have more than its "
+                    f"dtimer_max_timers={self.settings.max_timers}: delete some, or allow more"
+                )
+            now_ms, *refused = found
             hashes = zip(refused[::2], refused[1::2], strict=True)
             return now_ms, {
                 place: _state(rows[place][0].id, dict(zip(flat[::2], flat[1::2], strict=True)))
@@ -1367,9 +1384,9 @@ def connect(settings: Settings, timeout: float) -> redis.Redis:
         pool.connection_class(**pool.connection_kwargs)  # an option it does not know shows here
     except (TypeError, ValueError) as exc:
         raise SettingsError(
-            f"dtimer_redis_options, or an option in dtimer_redis_url, is not what redis-py takes: "
-            f"{exc}"
-        ) from exc
+            "dtimer_redis_options, or an option in dtimer_redis_url, is not what redis-py takes: "
+            + masked(exc, secrets_in(url, dict(settings.redis_options)))
+        ) from None  # its text may hold a password
     if pool.max_connections < _CONNECTIONS:
         raise SettingsError(
             f"max_connections={pool.max_connections} of redis-py's options is too few: "

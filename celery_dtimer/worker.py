@@ -30,7 +30,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import get_exponential_backoff_interval
 
 from celery_dtimer.errors import DistributedTimerError, InvalidTimerError, invalid
-from celery_dtimer.model import to_ms
+from celery_dtimer.model import MAX_NAME_BYTES, to_ms
 from celery_dtimer.options import RETRIES, RETRY_HEADER, exception_name
 from celery_dtimer.stores import ProcessStores
 
@@ -81,7 +81,7 @@ class CallbackTimer:
 
 # An id becomes part of keys, and of texts with blanks in between.
 _ID = re.compile(r"[!-~]{1,100}")
-_ANY = re.compile(r".{0,100000}", re.DOTALL)
+_ANY = re.compile(rf".{{0,{MAX_NAME_BYTES}}}", re.DOTALL)
 _MOST = 2**53  # that a script can count
 
 

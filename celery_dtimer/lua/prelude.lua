@@ -9,7 +9,7 @@
 
 local PREFIX, TAG = string.match(KEYS[1], '^(.-)meta:({[^}]*})$')
 local UNASSIGNED = 'unassigned'
-local FENCED, BUSY, UNLINKED = -1, -2, -3
+local FENCED, BUSY, UNLINKED, FULL = -1, -2, -3, -4
 local LAST_MS = 253402300799999 -- the last moment that can be shown, in the year 9999
 
 local function key(what, id)

@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 import redis
 
-from celery_dtimer.errors import FencedError
-from celery_dtimer.model import LAST_MS, ONCE, UNASSIGNED, Definition, new_trigger_id
+from celery_dtimer.errors import FencedError, TooManyTimersError
+from celery_dtimer.model import (
+    LAST_MS,
+    ONCE,
+    UNASSIGNED,
+    Definition,
+    decode_definition,
+    new_trigger_id,
+)
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.policy import Policy
 from celery_dtimer.runs import read_letters, requeued
@@ -894,7 +901,7 @@ def test_rezoned_of_another_epoch_is_fenced(service: Service) -> None:
 Row = tuple[str, str, str, str, str, object, str, str]
 
 
-KEPT = "60000 100"  # ms of a timer that has ended, entries of the history
+KEPT = "60000 100 -"  # ms of a timer that has ended, entries of the history, most timers
 
 
 def _upsert_all(
@@ -929,6 +936,37 @@ def test_upsert_creates_an_active_timer(service: Service) -> None:
     assert state.created_ms == START_MS
     assert state.due_ms == state.at_ms == START_MS + 10_000
     assert service.store.definitions([timer.id]) == [timer.blob]
+
+
+def _fill(service: Service, most: int, *names: str) -> Any:
+    """Return what the script answers to new timers of these names, so many in all at most."""
+    arguments = []
+    for name in names:
+        timer = service.define(name)
+        arguments += [f"{timer.id} {timer.revision} active +1000 0 0 - ", "", timer.blob]
+    return service.store._call("upsert", "", f"60000 100 {most}", *arguments)
+
+
+def test_upsert_writes_nothing_when_there_would_be_too_many(service: Service) -> None:
+    service.join()
+    paused, _ = service.add("paused"), service.add("active")
+    service.store.pause(paused.id)
+    assert _fill(service, 3, "a", "b") == -4
+    assert not service.exists(service.define("a").id)
+    assert _fill(service, 3, "a") == WRITTEN
+    assert _fill(service, 3, "b") == -4
+    service.store.delete([paused.id])
+    assert _fill(service, 3, "b") == WRITTEN
+
+
+def test_upsert_changes_what_is_there_however_many_there_are(make_service: MakeService) -> None:
+    service = make_service(max_timers=1)
+    service.join()
+    timer = service.add()
+    assert service.store.save([replace(timer, args=["changed"])]) == 1
+    with pytest.raises(TooManyTimersError, match="dtimer_max_timers=1"):
+        service.store.save([replace(timer, args=["again"]), service.define("another")])
+    assert decode_definition(service.store.definitions([timer.id])[0] or "").args == ["changed"]
 
 
 def test_upsert_answers_the_time_and_keeps_the_creation(service: Service) -> None:
