@@ -300,7 +300,7 @@ def decode_definition(blob: str) -> Definition:
         return _decoded_countdown(content)
     schedule = schedules.decode(content.get("schedule"))
     try:
-        return Definition(
+        found = Definition(
             name=_stored(content, "name", str),
             task=_stored(content, "task", str),
             schedule=schedule,
@@ -315,6 +315,12 @@ def decode_definition(blob: str) -> Definition:
         )
     except KeyError as exc:
         raise InvalidTimerError(f"the stored definition lacks {exc}") from exc
+    if isinstance(schedule, schedules.Custom) and not (found.code_bound or found.is_cut):
+        raise InvalidTimerError(
+            f"the stored schedule {shown(schedule.describe())} is code, and the definition is not "
+            "bound to any"
+        )
+    return found
 
 
 #: The schedule of what is due when its state says so.

@@ -127,6 +127,10 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def _sendable(argument: Any) -> Any:
+    return storable(argument) if isinstance(argument, str) else argument
+
+
 def encode_name(name: str) -> str:
     """Return a name as it stands in keys: percent-encoded but for letters, digits and ``-_~``."""
     return quote(name, safe="", errors="surrogatepass").replace(".", "%2E")
@@ -170,7 +174,7 @@ class Keys:
     def __call__(self, what: str, id: str | None = None) -> str:
         """Return the key for ``what`` of the service, or of one id in it."""
         key = f"{self.prefix}{what}:{{{encode_name(self.service)}}}"
-        return key if id is None else f"{key}:{id}"
+        return key if id is None else f"{key}:{id if id.isascii() else storable(id)}"
 
 
 @cache
@@ -513,10 +517,13 @@ class Store:
                 try:
                     value = answer()
                 except NoScriptError:
-                    value = self.client.eval(script_source(name), 2, *keys_and_arguments)
+                    value = self._load_and_call(name, keys_and_arguments)
             return _unless_fenced(name, value)
 
         return finish
+
+    def _load_and_call(self, name: str, keys_and_arguments: tuple[Any, ...]) -> Any:
+        return self.client.eval(script_source(name), 2, *map(_sendable, keys_and_arguments))
 
     def _send(self, *command: Any) -> Callable[[], Any]:
         """Send a command; return what waits for its answer, and raises redis-py's errors."""
@@ -524,7 +531,10 @@ class Store:
             client = self.client
             connection = _connection_of(client.connection_pool)
             with _released_on_failure(client, connection):
-                connection.send_command(*command)
+                try:
+                    connection.send_command(*command)
+                except UnicodeEncodeError:  # nothing was sent yet; few texts have surrogates
+                    connection.send_command(*map(_sendable, command))
 
         def finish() -> Any:
             with _released_on_failure(client, connection):
@@ -1169,7 +1179,7 @@ class Store:
     def out_run(self, task_id: str) -> OutRun | None:
         """Return a run that is out, as far as that is stored; None when it is not out."""
         with self._errors():
-            text = self.client.hget(self.keys("running"), task_id)
+            text = self.client.hget(self.keys("running"), storable(task_id))
         return out_run(task_id, text or "")
 
     def renew_runs(self, runs: Sequence[tuple[str, str]], lease_ms: int) -> int:
