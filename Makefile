@@ -30,7 +30,7 @@ SERVER_TESTS := tests/integration tests/topologies tests/failover/test_redis_fau
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test failover takeovers soak clock-changes lint demo chaos bench bench-large matrix \
+.PHONY: help venv test failover takeovers soak fuzz clock-changes lint demo chaos bench bench-large matrix \
   servers-matrix build clean
 
 help: ## Show this list
@@ -50,6 +50,10 @@ takeovers: $(VENV)/.installed ## Measure how soon the timers of a beat that goes
 soak: $(VENV)/.installed ## See what memory beats take that send for an hour, with outages (in each mode)
 	DTIMER_TEST_SECONDS=$${DTIMER_TEST_SECONDS:-3600} $(VENV)/bin/python -m pytest -q -s \
 	  --timeout=10000 tests/failover/test_load.py -k memory $(ARGS)
+
+fuzz: $(VENV)/.installed ## Give 100,000 bad inputs to all that reads what is stored, sent or asked (half an hour)
+	DTIMER_FUZZ_INPUTS=$(or $(FUZZ_INPUTS),100000) $(VENV)/bin/python -m pytest --timeout=7200 tests/fuzz -q \
+	  --show-capture=no $(ARGS)
 
 clock-changes: $(VENV)/.installed ## Check schedules at every change of clocks in every zone (minutes)
 	DTIMER_TEST_ALL_ZONES=1 $(VENV)/bin/python -m pytest --timeout=600 --log-cli-level=INFO \

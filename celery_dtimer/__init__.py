@@ -21,6 +21,7 @@ from celery_dtimer.errors import (
     StoreError,
     StoreUnavailableError,
     TimerNotFoundError,
+    TooManyTimersError,
 )
 from celery_dtimer.model import Instance, Timer
 from celery_dtimer.runs import DeadLetter, RunRecord
@@ -51,5 +52,6 @@ __all__ = [
     "StoreUnavailableError",
     "Timer",
     "TimerNotFoundError",
+    "TooManyTimersError",
     "__version__",
 ]

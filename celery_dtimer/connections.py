@@ -33,6 +33,7 @@ from redis.sentinel import MasterNotFoundError
 
 from celery_dtimer import urls
 from celery_dtimer.errors import SettingsError
+from celery_dtimer.masking import masked, secrets_in
 from celery_dtimer.settings import Settings
 from celery_dtimer.timelimits import limited
 
@@ -74,9 +75,9 @@ def connect(settings: Settings, timeout: float, key: str) -> Client:
         client = _client(url, settings.redis_options, timeout, key)
     except (TypeError, ValueError, redis.RedisError) as exc:
         raise SettingsError(
-            f"dtimer_redis_options, or an option in dtimer_redis_url, is not what redis-py takes: "
-            f"{exc}"
-        ) from exc
+            "dtimer_redis_options, or an option in dtimer_redis_url, is not what redis-py takes: "
+            + masked(exc, secrets_in(url, dict(settings.redis_options)))
+        ) from None  # its text may hold a password
     if client.most_connections < _CONNECTIONS:
         raise SettingsError(
             f"max_connections={client.most_connections} of redis-py's options is too few: "

@@ -31,8 +31,10 @@ from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 from kombu.utils.functional import maybe_list, retry_over_time
 
+from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.background import Background
-from celery_dtimer.errors import InvalidTimerError, StoreError, StoreUnavailableError
+from celery_dtimer.errors import InvalidTimerError, StoreError, StoreUnavailableError, shown
+from celery_dtimer.masking import masked
 from celery_dtimer.messages import KeptMessage, keep, moment_of, to_ms_up
 from celery_dtimer.model import (
     LAST_MS,
@@ -42,7 +44,7 @@ from celery_dtimer.model import (
     is_countdown_id,
     to_datetime,
 )
-from celery_dtimer.settings import eta_threshold
+from celery_dtimer.settings import allowed_tasks, eta_threshold
 from celery_dtimer.sharding import Shards
 from celery_dtimer.store import IN_FLIGHT, Cancelled
 from celery_dtimer.stores import ProcessStores
@@ -56,6 +58,7 @@ logger = logging.getLogger(__name__)
 _background = Background("dtimer-results", "the results of cancelled tasks stay as they are")
 
 _INSTALLED = "dtimer_countdowns"  # the attribute of an app that holds what `install` has made
+_MOST_TOLD = 1000  # tasks of which it is said that their calls are not kept
 _REASON = "revoked"  # as Celery's workers say it
 
 
@@ -157,6 +160,7 @@ class Countdowns:
         self._app = app
         self._send: Callable[..., Any] = app.send_task
         self._stores = ProcessStores(app)
+        self._not_kept: set[str] = set()  # tasks of which that was said
 
     # -- sending
 
@@ -183,6 +187,10 @@ class Countdowns:
         wait = None
         if (countdown or eta) and not getattr(producer, "sends_now", False):
             wait = self._wait(countdown, eta)
+        allowed = AllowedTasks(None if wait is None else allowed_tasks(self._app))
+        if wait is not None and not allowed.allows(name):
+            self._say_why_not_kept(name)
+            wait = None
         if wait is None:
             return self._send(
                 name,
@@ -198,10 +206,26 @@ class Countdowns:
             )
         if self._app.conf.task_protocol == 2:  # where signals look for it; it is not kept
             options["headers"] = {**(options.get("headers") or {}), "eta": wait.text}
-        with _Recorder(self._app, name, wait, self._hold, producer, connection) as recorder:
+
+        def hold(definition: Definition, wait: _Wait, how: Mapping[str, Any]) -> bool:
+            try:
+                allowed.check(definition)
+            except InvalidTimerError as exc:
+                self._say_why_not_kept(name, str(exc))
+                return False
+            self._hold(definition, wait, how)
+            return True
+
+        with _Recorder(self._app, name, wait, hold, producer, connection) as recorder:
             return self._send(
                 name, args, kwargs, None, None, task_id, recorder, None, *others, **options
             )
+
+    def _say_why_not_kept(self, task: str, why: str = "it is not in dtimer_allowed_tasks") -> None:
+        """Log once for each task that its calls wait in workers: the beats would not send them."""
+        if task not in self._not_kept and len(self._not_kept) < _MOST_TOLD:
+            self._not_kept.add(task)
+            logger.warning("Calls of %s wait in a worker, and not in Redis: %s", shown(task), why)
 
     def _wait(self, countdown: Any, eta: Any) -> _Wait | None:
         """Return how long a call waits in Redis, None when it does not.
@@ -306,7 +330,9 @@ class Countdowns:
                 try:
                     self._mark_as_revoked(task_id, each.blob)
                 except Exception as exc:  # of the result backend: the others are to be told of
-                    logger.error("Task %s is cancelled, but its result is not: %s", task_id, exc)
+                    logger.error(
+                        "Task %s is cancelled, but its result is not: %s", task_id, masked(exc)
+                    )
                     failure = failure or exc
         if failure is not None:
             raise failure
@@ -335,7 +361,9 @@ class Countdowns:
     def _mark_as_revoked(self, task_id: str, blob: str) -> None:
         """Store the result of a call that never runs, and tell the chord that it is part of."""
         try:
-            kept = KeptMessage(decode_definition(blob))
+            definition = decode_definition(blob)
+            AllowedTasks(allowed_tasks(self._app)).check(definition)  # a chord of it may be told
+            kept = KeptMessage(definition)
             request: Any = kept.request
             task = self._app.tasks.get(kept.task)
         except InvalidTimerError as exc:
@@ -419,14 +447,14 @@ class _Recorder:
         app: Celery,
         task: str,
         wait: _Wait,
-        hold: Callable[[Definition, _Wait, Mapping[str, Any]], None],
+        hold: Callable[[Definition, _Wait, Mapping[str, Any]], bool],
         producer: Any,
         connection: Any,
     ) -> None:
         self._app, self._task, self._wait, self._hold = app, task, wait, hold
         self._real, self._connection = producer, connection
         self._pooled: Any = None
-        self._is_held = False
+        self._is_done = False
 
     def __enter__(self) -> Self:
         return self
@@ -451,11 +479,16 @@ class _Recorder:
         return self._real
 
     def publish(self, body: Any, **how: Any) -> Any:
-        """Store the call's message; publish whatever follows it."""
-        if not self._is_held:
-            self._hold(keep(_task_id(body, how), self._task, body, how), self._wait, how)
-            self._is_held = True
-            return None
+        """Store the call's message if that may be; publish whatever follows it."""
+        if not self._is_done:
+            kept = keep(_task_id(body, how), self._task, body, how)
+            is_held = self._hold(kept, self._wait, how)
+            self._is_done = True
+            if is_held:
+                return None
+            if "id" not in how["headers"]:  # of protocol 1: the others have it in their headers
+                body = {**body, "eta": self._wait.text}
+            return self._producer.publish(body, **how)
         if isinstance(body, dict) and body.get("type") == "task-sent":
             body = {**body, "eta": self._wait.text}
         try:

@@ -25,7 +25,7 @@ from celery.utils.time import maybe_make_aware
 
 from celery_dtimer import schedules
 from celery_dtimer.canvas import is_canvas, parts_of
-from celery_dtimer.errors import InvalidTimerError, invalid
+from celery_dtimer.errors import InvalidTimerError, TooManyTimersError, invalid
 from celery_dtimer.keywords import KEYWORDS, TIMING, define
 from celery_dtimer.model import (
     DAMAGED,
@@ -269,6 +269,7 @@ class StaticSchedule:
         Raises:
             FencedError: the lease's epoch is over.
             StoreError: Redis did not answer, or refused.
+            TooManyTimersError: not all of them could be stored.
         """
         declaration, store = self._part, self._store
         if declaration is None:
@@ -282,10 +283,16 @@ class StaticSchedule:
             self._rezoning.stop()
             return
         known = store.static_timers(declaration.source)
+        full: TooManyTimersError | None = None
         if self._written_in_epoch != lease.epoch or not known.issuperset(ids):
-            self._write(declaration)
-            self._written_in_epoch = lease.epoch
+            try:
+                self._write(declaration)
+                self._written_in_epoch = lease.epoch
+            except TooManyTimersError as exc:  # what is not declared any more may make room
+                full = exc
         self._delete(lease, sorted(known - set(ids)))
+        if full is not None:
+            raise full
         self._rezoning.begin(lease)
 
     def step(self, lease: Lease) -> bool:

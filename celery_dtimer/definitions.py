@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.errors import InvalidTimerError
 from celery_dtimer.model import DAMAGED, Definition, decode_definition, revision_of
 from celery_dtimer.store import DueTimer, Store
@@ -42,14 +43,18 @@ class _Requested(NamedTuple):
 class Definitions:
     """What the timers of one instance send, by their ids and revisions."""
 
-    def __init__(self, store: Store, bound: Mapping[str, Definition]) -> None:
+    def __init__(
+        self, store: Store, bound: Mapping[str, Definition], allowed: AllowedTasks | None = None
+    ) -> None:
         """Prepare for reading.
 
         Args:
             store: on a connection of its own.
             bound: by name, the definitions whose arguments only the code has.
+            allowed: says which of the others may be sent; by default all.
         """
         self._store = store
+        self._allowed = allowed or AllowedTasks(None)
         self._bound = bound
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._bytes = 0
@@ -147,6 +152,7 @@ class Definitions:
         """Keep a definition if it will serve; what is wrong with it is said when it is due."""
         try:
             definition = decode_definition(blob)
+            self._allowed.check(definition)
         except InvalidTimerError:
             return None
         if definition.code_bound or definition.id != id:  # a trigger's is its parent's
@@ -169,9 +175,22 @@ class Definitions:
             return self._bound.get(definition.name) or LackingError(
                 "its arguments are in code that this instance lacks"
             )
+        try:
+            self._allowed.check(definition)
+        except InvalidTimerError as exc:
+            return self._refused(timer, exc)
         if not timer.parent:
             self._keep(timer.id, timer.revision, definition, len(blob))
         return definition
+
+    def _refused(self, timer: DueTimer, why: InvalidTimerError) -> InvalidTimerError:
+        """Return what becomes of a timer with a task that is not allowed here.
+
+        A static one may be declared by other code, or by another version of this one: it goes on to
+        instances that know it. Nothing is sent of it here, whoever says that it is static.
+        """
+        state = self._store.states([timer.parent or timer.id])[1][0]
+        return LackingError(str(why)) if state is not None and state.source else why
 
     def _keep(self, id: str, revision: str, definition: Definition, size: int) -> None:
         replaced = self._kept.pop(id, None)

@@ -21,6 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from celery_dtimer import planning
+from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.announcer import Announcer
 from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import (
@@ -196,6 +197,7 @@ class Dispatcher:
         bound: Mapping[str, Definition],
         may_send: Callable[[Lease], bool],
         mode: Mode | None = None,
+        allowed: AllowedTasks | None = None,
         on_progress: Callable[[], None] = lambda: None,
         on_commit: Callable[[int, int, bool], None] = lambda epoch, sequence, is_short: None,
         clock: Callable[[], float] = time.monotonic,
@@ -209,6 +211,7 @@ class Dispatcher:
             may_send: says whether a lease still holds; asked before every batch.
             mode: says for each batch whether its commit pushes the messages; by default it never
                 does.
+            allowed: says which of the stored definitions may be sent; by default all.
             on_progress: called after every batch and commit.
             on_commit: is told the epoch and the number of each commit that is confirmed, and
                 whether it has reached too few replicas.
@@ -224,7 +227,7 @@ class Dispatcher:
         self._limit = store.settings.batch_size
         self._defaults = store.settings.defaults
         self._bound = bound
-        self._definitions = Definitions(store, bound)
+        self._definitions = Definitions(store, bound, allowed)
         self._overlaps = Overlaps(store, broker.revoke, clock)
         self._announcer = Announcer(store.settings.service)
         self._max_refusals = store.settings.max_refusals

@@ -6,6 +6,7 @@
     ├── SettingsError             also celery's ImproperlyConfigured
     ├── InvalidTimerError         also ValueError
     │   └── NewerError                a timer was written by a newer version
+    ├── TooManyTimersError        the service has as many as dtimer_max_timers allows
     ├── TimerNotFoundError        also LookupError
     ├── ConflictError             a definition is not the expected one, or kept changing
     ├── FencedError               the instance's epoch is over
@@ -40,6 +41,10 @@ class NewerError(InvalidTimerError):
         """Take the message, and the schema that whoever reads the timer has to know."""
         super().__init__(message)
         self.schema = schema
+
+
+class TooManyTimersError(DistributedTimerError):
+    """A service has as many timers as ``dtimer_max_timers`` allows."""
 
 
 class TimerNotFoundError(DistributedTimerError, LookupError):

@@ -223,6 +223,14 @@ def priority_of(message: Mapping[str, Any]) -> int:
     return priority if isinstance(priority, int) else 0
 
 
+# What is stored of a message, and how.
+_PARTS: dict[str, type] = {
+    **dict.fromkeys(("args", "q", "no_h", "no_p"), list),
+    **dict.fromkeys(("kwargs", "embed", "h", "p"), dict),
+    **dict.fromkeys(("data", "text", "type", "encoding", "chord", "exchange"), str),
+}
+
+
 class KeptMessage:
     """A message that was kept."""
 
@@ -234,6 +242,12 @@ class KeptMessage:
         """
         kept = self._kept = definition.message or {}
         self.task_id, self.task = definition.name, definition.task
+        for name, kind in _PARTS.items():
+            if name in kept and not isinstance(kept[name], kind):
+                raise InvalidTimerError(
+                    f"the stored message can not be read: its {name} is {shown(kept[name])}, "
+                    f"not a {kind.__name__}"
+                )
         try:
             usual = {} if "protocol" in kept else _usual_headers(self.task_id, self.task, kept)
             self.headers: dict[str, Any] = _restored("h", kept, usual)
@@ -284,18 +298,18 @@ class KeptMessage:
                 if isinstance(content, list)
                 else (content["args"], content["kwargs"], content)
             )
+            return {**embed, "args": list(args), "kwargs": dict(kwargs)}
         except Exception as exc:  # a typed value raises whatever its constructor does
-            logger.debug("The arguments of task %s can not be read: %r", self.task_id, exc)
+            kind = type(exc).__name__  # the text may repeat the arguments
+            logger.debug("The arguments of task %s can not be read: %s", self.task_id, kind)
             return None
-        return {**embed, "args": args, "kwargs": kwargs}
 
     @property
     def request(self) -> Context:
         """The request that a worker would have of it, as far as result backends look at it."""
         content = self.content
         if content is None:
-            chord = self._kept.get("chord")
-            content = {"chord": kombu_json.loads(chord) if chord else None}
+            content = {"chord": self._chord}
         found: Context = Context(
             {
                 "id": self.task_id,
@@ -307,6 +321,16 @@ class KeptMessage:
             }
         )
         return found
+
+    @property
+    def _chord(self) -> Any:
+        """The chord that it is part of, if its body can not tell; None when it is part of none."""
+        try:
+            return kombu_json.loads(self._kept.get("chord") or "null")
+        except Exception as exc:  # a typed value raises whatever its constructor does
+            kind = type(exc).__name__
+            logger.debug("The chord of task %s can not be read: %s", self.task_id, kind)
+            return None
 
     def publish(self, app: Celery, producer: Any, moment_ms: int, *, declares: bool = True) -> None:
         """Publish it, as it was kept.

@@ -46,6 +46,18 @@ UNASSIGNED = "unassigned"
 #: The most that one definition may take; the size of one batch of a script.
 MAX_DEFINITION_BYTES = 1024 * 1024
 
+#: The most that the names of a timer and of a task, and a description, may take.
+MAX_NAME_BYTES = 1_000_000
+MAX_TASK_BYTES = 16 * 1024
+MAX_DESCRIPTION_BYTES = 64 * 1024
+
+#: How many options a timer may have, and the most that they may take as JSON.
+MAX_OPTIONS = 100
+MAX_OPTIONS_BYTES = 256 * 1024
+
+#: How deep the lists and dicts of a definition may be in each other: no reader runs out of stack.
+MAX_DEPTH = 200
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _RUNS = uuid.UUID("5a6f0f6e-6d0d-5c55-9d7a-0d1f7c1d2b1e").bytes  # the namespace of task ids
 _BASE_32 = "abcdefghijklmnopqrstuvwxyz234567"
@@ -183,9 +195,10 @@ class Definition:
     name: str
     task: str
     schedule: schedules.Schedule
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    # Arguments and options are not shown, since they may hold secrets.
+    args: Sequence[Any] = field(default=(), repr=False)
+    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     description: str = ""
     policy: Policy = PLAIN
     #: The arguments, or the schedule, can not be stored: they are taken from the code of the
@@ -195,7 +208,7 @@ class Definition:
     zone_of: str = ""
     #: The whole message of a durable countdown, as `messages.keep` makes it: its name is the task
     #: id, and its state alone says when it is due.
-    message: Mapping[str, Any] | None = None
+    message: Mapping[str, Any] | None = field(default=None, repr=False)
     #: It is but a summary of one whose timer has no run left: what it would send is not known.
     is_cut: bool = False
 
@@ -300,11 +313,13 @@ def decode_definition(blob: str) -> Definition:
     if not isinstance(content, dict):
         raise InvalidTimerError(f"the stored definition is {shown(content)}, not an object")
     _check_schema(content)
+    if _may_be_deep(blob) and not _is_shallow(content):
+        raise InvalidTimerError(f"the stored definition is nested deeper than {MAX_DEPTH} levels")
     if "message" in content:
         return _decoded_countdown(content)
     schedule = schedules.decode(content.get("schedule"))
     try:
-        return Definition(
+        found = Definition(
             name=_stored(content, "name", str),
             task=_stored(content, "task", str),
             schedule=schedule,
@@ -319,6 +334,12 @@ def decode_definition(blob: str) -> Definition:
         )
     except KeyError as exc:
         raise InvalidTimerError(f"the stored definition lacks {exc}") from exc
+    if isinstance(schedule, schedules.Custom) and not (found.code_bound or found.is_cut):
+        raise InvalidTimerError(
+            f"the stored schedule {shown(schedule.describe())} is code, and the definition is not "
+            "bound to any"
+        )
+    return found
 
 
 _KNOWN = frozenset(
@@ -393,6 +414,26 @@ def _loads(text: str) -> Any:
     return json.loads(text, object_hook=json.object_hook if '"__type__"' in text else None)
 
 
+def _may_be_deep(text: str) -> bool:
+    """Say whether a text has so many brackets that its content is to be looked at."""
+    return text.count("[") + text.count("{") > MAX_DEPTH
+
+
+def _is_shallow(value: Any) -> bool:
+    """Say whether lists and dicts are in each other no deeper than is allowed."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, Mapping) else each)
+            if isinstance(inner, (list, tuple, Mapping))
+        ]
+        if not level:
+            return True
+    return False
+
+
 def _digest(text: str) -> str:
     digest = hashlib.blake2b(text.encode(), digest_size=_PART * 3 // 4).digest()
     return base64.urlsafe_b64encode(digest).decode()
@@ -427,18 +468,41 @@ def check_storable(field_name: str, value: Any) -> None:
 
 
 def check_size(definition: Definition) -> Definition:
-    """Return the definition, unless it is too large to be stored.
+    """Return the definition, unless it, or a part of it, is too large to be stored.
 
     Raises:
-        InvalidTimerError: it takes more than 1 MiB.
+        InvalidTimerError: with the part, its size and what is accepted.
     """
-    size = len(definition.blob)
-    if size > MAX_DEFINITION_BYTES:
-        raise InvalidTimerError(
-            f"timer {shown(definition.name)} takes {size} bytes as JSON; "
-            f"expected at most {MAX_DEFINITION_BYTES}"
-        )
+    for field_name, most in _MOST_BYTES.items():
+        size = len(getattr(definition, field_name).encode("utf-8", "surrogatepass"))
+        if size > most:
+            raise _too_large(definition, f"has a {field_name} of {size} bytes", f"{most}")
+    blob, options = definition.blob, definition.options
+    if len(options) > MAX_OPTIONS:
+        raise _too_large(definition, f"has {len(options)} options", f"{MAX_OPTIONS}")
+    if len(blob) > MAX_OPTIONS_BYTES and not definition.code_bound:
+        size = len(_dumps(dict(options)))
+        if size > MAX_OPTIONS_BYTES:
+            raise _too_large(definition, f"has options of {size} bytes", f"{MAX_OPTIONS_BYTES}")
+    if len(blob) > MAX_DEFINITION_BYTES:
+        raise _too_large(definition, f"takes {len(blob)} bytes as JSON", f"{MAX_DEFINITION_BYTES}")
+    if _may_be_deep(blob):
+        parts = (definition.args, definition.kwargs, definition.options, definition.message)
+        if not definition.code_bound and not _is_shallow(parts):
+            what = "has lists or dicts deep in each other"
+            raise _too_large(definition, what, f"{MAX_DEPTH} levels")
     return definition
+
+
+_MOST_BYTES = {
+    "name": MAX_NAME_BYTES,
+    "task": MAX_TASK_BYTES,
+    "description": MAX_DESCRIPTION_BYTES,
+}
+
+
+def _too_large(definition: Definition, what: str, most: str) -> InvalidTimerError:
+    return InvalidTimerError(f"timer {shown(definition.name)} {what}; expected at most {most}")
 
 
 _PLAIN = frozenset({bool, float, type(None)})
@@ -536,9 +600,9 @@ class Timer:
     description: str
     schedule: schedules.Schedule | None  #: None when it can not be read
     task: str
-    args: list[Any]
-    kwargs: dict[str, Any]
-    options: dict[str, Any]
+    args: list[Any] = field(repr=False)  # not shown, since they may hold secrets
+    kwargs: dict[str, Any] = field(repr=False)
+    options: dict[str, Any] = field(repr=False)
     status: Status
     instance: str | None  #: the id of the instance that owns it
     next_run_at: datetime | None  #: None unless it is active
@@ -601,8 +665,8 @@ def broken_blob(name: str, task: object) -> str:
 
 def _readable_name(blob: str | None) -> str:
     try:
-        name = json.loads(blob or "{}")["name"]
-    except (ValueError, KeyError, TypeError):
+        name = _loads(blob or "{}")["name"]
+    except Exception:  # whatever it is: there is no name in it
         return ""
     return name if isinstance(name, str) else ""
 

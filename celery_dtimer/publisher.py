@@ -47,6 +47,7 @@ from celery_dtimer.capture import (
 from celery_dtimer.confirms import Confirms, Receipt
 from celery_dtimer.errors import DistributedTimerError, InvalidTimerError
 from celery_dtimer.faults import point
+from celery_dtimer.masking import masked, secrets_in
 from celery_dtimer.messages import KeptMessage, priority_of
 from celery_dtimer.model import Definition, Run
 from celery_dtimer.options import RETRIES, RETRY_HEADER, with_time_limits
@@ -161,10 +162,11 @@ class Publisher:
         the app's default, the routes), none being 0: on RabbitMQ and what orders like it the
         largest comes first, elsewhere the smallest. Nothing is contacted for it.
         """
-        if definition.message is None:
-            priority = self._kind(definition).priority
-        else:
+        if definition.message is not None:
             priority = priority_of(definition.message)
+        else:
+            kind = self._usable_kind(definition)
+            priority = 0 if kind is None else kind.priority
         return -priority if self._prefers_large else priority
 
     def _kept_message(self, definition: Definition) -> KeptMessage:
@@ -191,7 +193,9 @@ class Publisher:
         for run in runs:
             if run.definition.message is not None:
                 continue
-            kind = self._kind(run.definition)
+            kind = self._usable_kind(run.definition)
+            if kind is None:
+                continue
             if not kind.is_known and not _is_lazy(run.definition):
                 self._built_part(run.parts[0])  # and not sent: the kind learns from it
             self._template(run)
@@ -213,9 +217,9 @@ class Publisher:
             return None
         found = self._templates.get(run.definition)
         if found is None:
-            kind = self._kind(run.definition)
-            template = kind.template(run)
-            if template is None:
+            kind = self._usable_kind(run.definition)
+            template = None if kind is None else kind.template(run)
+            if kind is None or template is None:
                 return None
             found = self._templates[run.definition] = (kind.targets, template)
         return found
@@ -336,7 +340,9 @@ class Publisher:
 
     def _down(self, exc: BaseException) -> BrokerDownError:
         self._drop()
-        return BrokerDownError(f"{type(exc).__name__}: {exc}")
+        conf = self._app.conf
+        secrets = secrets_in(conf.broker_url, conf.broker_write_url, [conf.broker_password])
+        return BrokerDownError(masked(f"{type(exc).__name__}: {exc}", secrets))
 
     # -- Redis: captured messages
 
@@ -583,6 +589,17 @@ class Publisher:
             kind = self._kinds[name] = _Kind(self._app, definition)
         return kind
 
+    def _usable_kind(self, definition: Definition) -> _Kind | None:
+        """Return the kind of a definition, None for options that no message can have.
+
+        They were edited by hand. Whoever builds the message meets the failure too, and says so.
+        """
+        try:
+            return self._kind(definition)
+        except Exception as exc:
+            logger.debug("No message can be built for %s: %s", definition.task, type(exc).__name__)
+            return None
+
     def _learn(self, kind: _Kind, run: Run, message: Message) -> None:
         """Let a kind see how Celery has built a message, until it knows."""
         if kind.is_known or run.resent or not self._uses_templates():
@@ -600,7 +617,8 @@ class Publisher:
     def _destination(self, definition: Definition) -> tuple[Any, ...] | None:
         """Return what decides to which queue messages go; None when that may change each time."""
         if definition.message is None:
-            return self._kind(definition).destination
+            kind = self._usable_kind(definition)
+            return None if kind is None else kind.destination
         try:
             kept = self._kept_message(definition)
         except InvalidTimerError:  # who publishes it says so
@@ -1005,13 +1023,13 @@ def _fault(exc: Exception) -> RefusedError | UnsendableError:
     if isinstance(exc, RefusedError):
         return exc
     if isinstance(exc, (_UserCodeError, canvas.ResultBackendError)):
-        return RefusedError(str(exc)[:_LONGEST_REASON])
-    text = f"its message can not be built: {type(exc).__name__}: {exc}"
+        return RefusedError(masked(exc)[:_LONGEST_REASON])
+    text = masked(f"its message can not be built: {type(exc).__name__}: {exc}")
     return UnsendableError(text[:_LONGEST_REASON])
 
 
 def _refused(exc: BaseException) -> RefusedError:
-    return RefusedError(f"{type(exc).__name__}: {exc}"[:_LONGEST_REASON])
+    return RefusedError(masked(f"{type(exc).__name__}: {exc}")[:_LONGEST_REASON])
 
 
 def _evaluated(value: Any) -> Any:

@@ -26,6 +26,7 @@ from kombu.utils import json
 
 from celery_dtimer import history
 from celery_dtimer.errors import InvalidTimerError, shown
+from celery_dtimer.masking import masked
 from celery_dtimer.model import (
     LAST_MS,
     ONCE,
@@ -34,6 +35,7 @@ from celery_dtimer.model import (
     Run,
     decode_definition,
     resent_id,
+    resent_of,
     to_datetime,
     to_ms,
 )
@@ -140,7 +142,7 @@ def error_text(exc: object) -> str:
         text = f"{type(exc).__name__}: {exc}" if isinstance(exc, BaseException) else str(exc)
     except Exception:  # a user's class may fail
         text = type(exc).__name__
-    return text[:_LONGEST_ERROR]
+    return masked(text)[:_LONGEST_ERROR]
 
 
 def _call_of(text: str) -> tuple[list[Any], dict[str, Any]] | None:
@@ -444,6 +446,8 @@ class LostRuns:
         times = run.resent + 1
         again = definition is not None and times <= definition.policy.resend_lost
         resent = resent_id(times, task_id) if again else ""
+        if not any(resent_of(resent)):  # a forged message has had another id: no key is made of it
+            resent = ""
         settings = self._store.settings
         if run.is_started:
             why = "its worker did not renew its lease, or its time limit is over"

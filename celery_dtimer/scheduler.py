@@ -23,6 +23,7 @@ from celery import Celery, beat
 from celery.beat import Scheduler
 
 from celery_dtimer import planning, urls
+from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.atomic import ATOMIC, ON_A_CLUSTER, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
 from celery_dtimer.dispatcher import Dispatcher, Pass, StaleServerError
@@ -34,6 +35,7 @@ from celery_dtimer.errors import (
     StoreUnavailableError,
 )
 from celery_dtimer.keywords import source_of
+from celery_dtimer.masking import masked
 from celery_dtimer.membership import Identity, Membership, MembershipThread, leave, local_host
 from celery_dtimer.model import Lease, new_instance_id, process_instance_id
 from celery_dtimer.publisher import Publisher
@@ -283,6 +285,7 @@ class Runtime:
                 on_mode=self._membership.report_dispatch,
                 on_broker=self._membership.report_broker,
             ),
+            allowed=AllowedTasks(settings.allowed_tasks, declaration.definitions.values()),
             on_progress=self._membership.report_progress,
             on_commit=self._membership.report_commit,
         )
@@ -710,7 +713,9 @@ def _check_connections(app: Celery, settings: Settings) -> None:
     try:
         app.connection_for_write().get_transport_cls()
     except (KeyError, ImportError, AttributeError) as exc:
-        raise SettingsError(f"broker_url has a transport that can not be used: {exc}") from exc
+        raise SettingsError(
+            f"broker_url has a transport that can not be used: {masked(exc)}"
+        ) from None
     reason = ON_A_CLUSTER if settings.is_cluster else obstacle(app)
     if settings.dispatch == ATOMIC and reason:
         raise refusal(reason)

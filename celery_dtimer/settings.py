@@ -11,6 +11,7 @@ from celery import Celery
 
 from celery_dtimer import urls
 from celery_dtimer.errors import SettingsError, shown
+from celery_dtimer.masking import masked_url
 from celery_dtimer.policy import LONGEST_GRACE_MS, MOST_CATCH_UP, SHORTEST_GRACE_MS, Defaults
 
 #: What the broker's own options say of Sentinel, as Celery names it.
@@ -19,6 +20,8 @@ _LONGEST_WAIT_FOR_REPLICAS = 1.0  # seconds
 
 #: The shards that a service can have; each costs every instance three threads and connections.
 MOST_SHARDS = 64
+
+_MOST_TIMERS = 2**32 - 1  # members of a sorted set
 
 _DEFAULTS: dict[str, Any] = {
     "dtimer_redis_url": None,
@@ -45,6 +48,8 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_max_refusals": 100,
     "dtimer_eta_threshold": None,
     "dtimer_wait_replicas": 0,
+    "dtimer_allowed_tasks": None,
+    "dtimer_max_timers": 10_000_000,
 }
 
 
@@ -86,6 +91,8 @@ class Settings:
     max_refusals: int = 100
     eta_threshold: float | None = None
     wait_replicas: int = 0
+    allowed_tasks: tuple[str, ...] | None = None
+    max_timers: int | None = 10_000_000
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -124,6 +131,8 @@ class Settings:
             max_refusals=_whole("dtimer_max_refusals", conf, 1_000_000),
             eta_threshold=_threshold(conf["dtimer_eta_threshold"]),
             wait_replicas=_whole("dtimer_wait_replicas", conf, 100),
+            allowed_tasks=_task_names(conf["dtimer_allowed_tasks"]),
+            max_timers=_most_timers(conf["dtimer_max_timers"]),
         )
 
     def __post_init__(self) -> None:
@@ -180,7 +189,7 @@ class Settings:
     @property
     def masked_url(self) -> str:
         """The Redis URL without user, password and options, fit to be shown."""
-        return urls.masked(self.redis_url)
+        return masked_url(self.redis_url)
 
     @property
     def is_cluster(self) -> bool:
@@ -206,6 +215,35 @@ def eta_threshold(app: Celery) -> float | None:
         SettingsError: it is neither None nor seconds.
     """
     return _threshold(app.conf.get("dtimer_eta_threshold"))
+
+
+def allowed_tasks(app: Celery) -> tuple[str, ...] | None:
+    """Return the names, or patterns, of the tasks that an app's timers may send; None for all.
+
+    Raises:
+        SettingsError: it is no list of names.
+    """
+    return _task_names(app.conf.get("dtimer_allowed_tasks"))
+
+
+def _task_names(value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (None,)
+    if not all(isinstance(name, str) and name for name in names):
+        accepted = "a list of the names of tasks, in which * and ? stand for any text, or None"
+        raise _bad("dtimer_allowed_tasks", value, accepted)
+    return tuple(map(str, names))
+
+
+def _most_timers(value: object) -> int | None:
+    name = "dtimer_max_timers"
+    if value is None:
+        return None
+    try:
+        return _whole(name, {name: value}, _MOST_TIMERS)
+    except SettingsError:
+        raise _bad(name, value, f"a whole number from 0 to {_MOST_TIMERS}, or None") from None
 
 
 def _threshold(value: object) -> float | None:
@@ -345,11 +383,12 @@ def _redis_url(app: Celery, url: object) -> str:
     if isinstance(url, (list, tuple)):
         url = ";".join(map(str, url))
     accepted = ", ".join(f"{scheme}://" for scheme in urls.SCHEMES)
-    scheme = url.partition("://")[0] if isinstance(url, str) else url
+    scheme = urls.scheme_of(url) or None if isinstance(url, str) else None
     if not isinstance(url, str) or scheme not in urls.SCHEMES:
         raise SettingsError(
             "dtimer_redis_url is not set, or not usable: the timers need a Redis server, and "
-            f"{name} has the scheme {shown(scheme)}; expected one of {accepted}"
+            f"{name} has {f'the scheme {shown(scheme)}' if scheme else 'no scheme'}; "
+            f"expected one of {accepted}"
         )
     if name == "broker_url" and urls.is_cluster(url):
         raise SettingsError(

@@ -45,8 +45,10 @@ from celery_dtimer.errors import (
     SchemaError,
     StoreError,
     StoreUnavailableError,
+    TooManyTimersError,
     shown,
 )
+from celery_dtimer.masking import masked, secrets_in
 from celery_dtimer.model import (
     LAST_MS,
     MAX_DEFINITION_BYTES,
@@ -95,7 +97,7 @@ _PLACED = {
     *("upsert", "delete", "pause", "resume", "stop", "trigger", "hold", "cancel", "requeue"),
     *("declare", "undeclare", "run_started", "run_ended", "renew_runs"),
 }
-_FENCED, _BUSY, _UNLINKED, _ELSEWHERE = -1, -2, -3, -9
+_FENCED, _BUSY, _UNLINKED, _FULL, _ELSEWHERE = -1, -2, -3, -4, -9
 _OUT_FIELDS = 8  # what ``running`` says of a run
 _WAITS = "waits"  # in the place of the number of refusals
 _SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
@@ -135,6 +137,10 @@ def is_forbidden(error: str) -> bool:
 def storable(text: str) -> str:
     """Return a text that can be sent to Redis, whatever an error or a user has put into it."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _sendable(argument: Any) -> Any:
+    return storable(argument) if isinstance(argument, str) else argument
 
 
 def encode_name(name: str) -> str:
@@ -187,7 +193,7 @@ class Keys:
     def __call__(self, what: str, id: str | None = None) -> str:
         """Return the key for ``what`` of the service, or of one id in it."""
         key = f"{self.prefix}{what}:{{{self.tag}}}"
-        return key if id is None else f"{key}:{id}"
+        return key if id is None else f"{key}:{id if id.isascii() else storable(id)}"
 
     @property
     def tag(self) -> str:
@@ -546,6 +552,7 @@ class Store:
         self.settings = settings
         self.keys = Keys(settings.service, settings.key_prefix, shard)
         self.layout = layout
+        self._secrets = secrets_in(settings.redis_url, dict(settings.redis_options))
         self._timeout = timeout or settings.call_timeout
         self._clock = clock
         self._client: Any = None
@@ -553,6 +560,8 @@ class Store:
         self._is_short = False  # the last commit had too few replicas
         self._declared_keys = [self.keys("meta"), self.keys("never")]
         self._kept = f"{round(settings.keep_finished * 1000)} {settings.history}"
+        most = "-" if settings.max_timers is None else settings.max_timers
+        self._kept_by_upsert = f"{self._kept} {most}"
         self._kept_by_commit = f"{self._kept} {settings.track_runs:d}"
 
     # -- connection
@@ -601,7 +610,7 @@ class Store:
                 found = answers()
                 if isinstance(found[0], NoScriptError):
                     source = script_source(name, self.schema)
-                    found = self.client.begin(("EVAL", source, *call), *waiting)()
+                    found = self._send(("EVAL", source, *call), *waiting)()
                 value = _unless_error(found[0])
             if hear is not None:
                 hear(found[1])
@@ -612,7 +621,11 @@ class Store:
     def _send(self, *commands: tuple[Any, ...]) -> Callable[[], list[Any]]:
         """Send commands; return what waits for their answers, which may be redis-py's errors."""
         with self._errors():
-            answers: Callable[[], list[Any]] = self.client.begin(*commands)
+            answers: Callable[[], list[Any]]
+            try:
+                answers = self.client.begin(*commands)
+            except UnicodeEncodeError:  # nothing was sent yet; few texts have surrogates
+                answers = self.client.begin(*(map(_sendable, each) for each in commands))
         return answers
 
     def _wait_for_replicas(self) -> tuple[Any, ...]:
@@ -637,7 +650,7 @@ class Store:
         except (RedisConnectionError, RedisTimeoutError, OSError) as exc:
             self._reconnect()
             raise StoreUnavailableError(
-                f"Redis at {self.settings.masked_url} does not answer: {connections.described(exc)}"
+                f"Redis at {self.settings.masked_url} does not answer: {self._told(exc)}"
             ) from exc
         except RedisError as exc:
             self._raise(exc)
@@ -647,7 +660,7 @@ class Store:
         if is_passing(exc) or (is_elsewhere and self.settings.is_cluster):
             self._reconnect()  # the name may lead to another server by now
             raise StoreUnavailableError(
-                f"Redis at {self.settings.masked_url} can not serve now: {exc}"
+                f"Redis at {self.settings.masked_url} can not serve now: {self._told(exc)}"
             ) from exc
         if is_elsewhere:
             raise StoreError(
@@ -667,7 +680,11 @@ class Store:
                 f"{self.settings.service} was edited into something of another type; a beat that "
                 f"runs repairs it: {exc}"
             ) from exc
-        raise StoreError(f"Redis at {self.settings.masked_url} refused: {exc}") from exc
+        raise StoreError(f"Redis at {self.settings.masked_url} refused: {self._told(exc)}") from exc
+
+    def _told(self, exc: Exception) -> str:
+        """Return what an error of redis-py's says, without the passwords that it may repeat."""
+        return masked(connections.described(exc), self._secrets)
 
     # -- membership
 
@@ -1027,7 +1044,7 @@ class Store:
             pipe.zcount(own, "-inf", f"({from_ms}")
             pipe.zrangebyscore(own, from_ms, until_ms, skip, limit, withscores=True)
             before, found = pipe.execute()
-        return before, [(id, int(at)) for id, at in found]
+        return before, [(id, _moment_of(at)) for id, at in found]
 
     # -- timers
 
@@ -1058,6 +1075,8 @@ class Store:
 
         Raises:
             ConflictError: others kept changing one of the timers.
+            TooManyTimersError: there would be more than is allowed. What is written with one call,
+                up to 64 timers, is written as a whole or not at all; other calls may have been.
         """
         static_source = encode_name(source)
         last_runs_ms = last_runs_ms or {}
@@ -1138,11 +1157,11 @@ class Store:
                 page = self.client.zrangebyscore(
                     self.keys("timer_queue"), start, end, skip, _PAGE, withscores=True
                 )
-            yield [(id, int(at)) for id, at in page]
+            yield [(id, _moment_of(at)) for id, at in page]
             if len(page) < _PAGE:
                 return
-            last = str(int(page[-1][1]))
-            there = sum(int(at) == int(last) for _, at in page)
+            last = repr(page[-1][1])  # as it is: it may have been edited by hand
+            there = sum(at == page[-1][1] for _, at in page)
             start, skip = last, there + (skip if last == start else 0)
 
     def replace(
@@ -1234,10 +1253,16 @@ class Store:
         That is the server's time, and the state of each timer that is not as it was read.
         """
         arguments = [text for row in rows for text in _upsert_arguments(*row)]
-        answer = self._begin("upsert", source, self._kept, *arguments)
+        answer = self._begin("upsert", source, self._kept_by_upsert, *arguments)
 
         def finish() -> tuple[int, dict[int, TimerState | None]]:
-            now_ms, *refused = answer()
+            found = answer()
+            if found == _FULL:
+                raise TooManyTimersError(
+                    f"service {shown(self.settings.service)} would have more than its "
+                    f"dtimer_max_timers={self.settings.max_timers}: delete some, or allow more"
+                )
+            now_ms, *refused = found
             hashes = zip(refused[::2], refused[1::2], strict=True)
             return now_ms, {
                 place: _state(rows[place][0].id, dict(zip(flat[::2], flat[1::2], strict=True)))
@@ -1425,7 +1450,7 @@ class Store:
     def out_run(self, task_id: str) -> OutRun | None:
         """Return a run that is out, as far as that is stored; None when it is not out."""
         with self._errors():
-            text = self.client.hget(self.keys("running"), task_id)
+            text = self.client.hget(self.keys("running"), storable(task_id))
         return out_run(task_id, text or "")
 
     def renew_runs(self, runs: Sequence[tuple[str, str]], lease_ms: int) -> int:
@@ -1525,7 +1550,7 @@ class Store:
                     pipe.hgetall(self.keys("dead_timer", id))
                 for (id, at), row in zip(batch, _readable(pipe.execute(False)), strict=True):
                     if isinstance(row, dict):
-                        found.append((id, {**row, "at": str(int(at))}))
+                        found.append((id, {**row, "at": str(_moment_of(at))}))
         return found
 
     def dead_letter(self, id: str) -> Mapping[str, str] | None:
@@ -1535,7 +1560,7 @@ class Store:
             at = self.client.zscore(self.keys("dead_timers"), id)
             row = {} if at is None else self.client.hgetall(self.keys("dead_timer", id))
         # Between the two it may have been requeued, or purged.
-        return {**row, "at": str(int(at))} if at is not None and row else None
+        return {**row, "at": str(_moment_of(at))} if at is not None and row else None
 
     def requeue(
         self, letter: str, id: str, parent: str, revision: str, blob: str, *, task_id: str = ""
@@ -1809,6 +1834,11 @@ def _state(id: str, row: object) -> TimerState | None:
 def _is_whole(text: str) -> bool:
     """Say whether a field is a number that a script could have written: up to the last moment."""
     return text.isascii() and text.isdigit() and len(text) <= 15 and int(text) <= LAST_MS
+
+
+def _moment_of(score: float) -> int:
+    """Return the moment of a score, the nearest that can be shown if it was edited by hand."""
+    return int(min(max(score, 0), LAST_MS))
 
 
 def maybe_whole(text: str) -> int | None:

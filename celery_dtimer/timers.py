@@ -19,6 +19,7 @@ from celery.canvas import Signature
 from celery.schedules import BaseSchedule
 
 from celery_dtimer import consistency, countdowns, doctor, history, planning, schedules
+from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.canvas import is_canvas, parts_of
 from celery_dtimer.countdowns import PendingTask
 from celery_dtimer.declarations import declare
@@ -32,6 +33,7 @@ from celery_dtimer.errors import (
     shown,
 )
 from celery_dtimer.keywords import KEYWORDS, TIMING, define
+from celery_dtimer.masking import mask_report
 from celery_dtimer.model import (
     Definition,
     Instance,
@@ -130,6 +132,7 @@ class DistributedTimer:
         self._claims = RunClaims(app)
         _track(app, service)
         self._countdowns = countdowns.install(app)
+        mask_report(app)
         self._lock = threading.Lock()
         self._shards: Shards | None = None
         self._scheduler: DistributedScheduler | None = None
@@ -359,7 +362,9 @@ class DistributedTimer:
                 be retried.
 
         Raises:
-            InvalidTimerError: something cannot be used; nothing was stored.
+            InvalidTimerError: something cannot be used, or ``dtimer_allowed_tasks`` does not allow
+                a task that it would send; nothing was stored.
+            TooManyTimersError: the service has ``dtimer_max_timers``; nothing was stored.
             ConflictError: others kept changing the timer.
         """
         definition = self._definition(
@@ -393,7 +398,8 @@ class DistributedTimer:
         """Create or update many timers; return their ids in order.
 
         All are checked before the first is stored. They are stored in batches: should Redis fail in
-        between, calling again with the same timers completes the work.
+        between, or ``dtimer_max_timers`` be reached, calling again with the same timers completes
+        the work.
 
         Args:
             timers: the keywords of `create_timer`, a dict for each timer.
@@ -401,6 +407,8 @@ class DistributedTimer:
         Raises:
             InvalidTimerError: one cannot be used (its place and name are in the message); nothing
                 was stored.
+            TooManyTimersError: the service has ``dtimer_max_timers``; some batches, of up to 64
+                timers, may have been stored.
         """
         if not isinstance(timers, Iterable):
             raise invalid("timers", timers, "dicts with the keywords of create_timer")
@@ -458,6 +466,7 @@ class DistributedTimer:
             value = getattr(definition, field)
             if value:
                 check_storable(field, value)
+        AllowedTasks(self.store.settings.allowed_tasks).check(definition)
         return check_size(definition)
 
     def _call(

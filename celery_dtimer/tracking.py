@@ -39,7 +39,7 @@ from celery_dtimer.sharding import Shards
 from celery_dtimer.signals import tell, timer_failed
 from celery_dtimer.store import REVOKED, OutRun, encode_name
 from celery_dtimer.stores import ProcessStores
-from celery_dtimer.worker import LONGEST_WAIT, REVOKED_MARK, CallbackTimer, timer_of
+from celery_dtimer.worker import LONGEST_WAIT, REVOKED_MARK, CallbackTimer, read_header, timer_of
 
 logger = logging.getLogger(__name__)
 
@@ -426,10 +426,11 @@ class LeaseRenewals(threading.Thread):
         for request in _active_requests():
             header = request.request_dict.get("dtimer")
             self.hostname = request.hostname
-            if isinstance(header, Mapping) and {"service", "id"} <= header.keys():
+            timer = read_header(header) if header else None
+            if timer is not None:
                 properties = request.request_dict.get("properties")
                 message = _message(request.hostname, properties)
-                by_service[header["service"]].append((request.id, message, str(header["id"])))
+                by_service[timer.service].append((request.id, message, timer.id))
         renewed = 0
         for service, running in by_service.items():
             store = self._store_of(service)

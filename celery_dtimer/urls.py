@@ -66,18 +66,6 @@ def members(url: str) -> list[str]:
     return [url]
 
 
-def masked(url: str) -> str:
-    """Return a URL without user, password and options, fit to be shown."""
-    parts = members(url) if is_sentinel(url) else [url]
-    return ";".join(map(_masked, parts))
-
-
-def _masked(url: str) -> str:
-    parts = urlsplit(url)
-    secrets, at, place = parts.netloc.rpartition("@")
-    return f"{parts.scheme}://{'**' if secrets else ''}{at}{place}{parts.path}"
-
-
 def problem(url: str) -> str | None:
     """Return what is wrong with a URL of a known scheme, None when nothing is."""
     found = members(url)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -28,7 +29,8 @@ from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import get_exponential_backoff_interval
 
-from celery_dtimer.errors import DistributedTimerError, invalid
+from celery_dtimer.errors import DistributedTimerError, InvalidTimerError, invalid
+from celery_dtimer.model import MAX_NAME_BYTES, to_ms
 from celery_dtimer.options import RETRIES, RETRY_HEADER, exception_name
 from celery_dtimer.stores import ProcessStores
 
@@ -59,24 +61,68 @@ class CallbackTimer:
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> CallbackTimer:
-        """Return the timer of a message's ``dtimer`` header."""
+        """Return the timer of a message's ``dtimer`` header.
+
+        Raises:
+            InvalidTimerError: it is not one that an instance has written.
+        """
         return cls(
-            id=header["id"],
-            name=header["name"],
-            service=header["service"],
-            instance=header["instance"],
-            scheduled_at=datetime.fromisoformat(header["scheduled_at"]),
-            run=header["run"],
-            shard_index=header.get("shard_index", 0),
-            shard_total=header.get("shard_total", 1),
-            resent=header.get("resent", 0),
+            id=_text(header, "id", _ID),
+            name=_text(header, "name", _ANY),
+            service=_text(header, "service", _ANY),
+            instance=_text(header, "instance", _ANY),
+            scheduled_at=_moment(_text(header, "scheduled_at", _ANY)),
+            run=_count(header, "run", 1),
+            shard_index=_count(header, "shard_index", 0),
+            shard_total=_count(header, "shard_total", 1),
+            resent=_count(header, "resent", 0),
         )
 
 
+# An id becomes part of keys, and of texts with blanks in between.
+_ID = re.compile(r"[!-~]{1,100}")
+_ANY = re.compile(rf".{{0,{MAX_NAME_BYTES}}}", re.DOTALL)
+_MOST = 2**53  # that a script can count
+
+
+def _text(header: Mapping[str, Any], field: str, form: re.Pattern[str]) -> str:
+    value = header.get(field) if isinstance(header, Mapping) else None
+    if not isinstance(value, str) or not form.fullmatch(value):
+        raise invalid(f"dtimer[{field!r}]", value, "the header of a message that a timer has sent")
+    return value
+
+
+def _count(header: Mapping[str, Any], field: str, default: int) -> int:
+    value = header.get(field, default)
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise invalid(f"dtimer[{field!r}]", value, f"a whole number from 0 to {_MOST}")
+    return value
+
+
+def _moment(text: str) -> datetime:
+    try:
+        moment = datetime.fromisoformat(text)
+        is_right = moment.utcoffset() is not None and to_ms(moment) >= 0
+    except (ValueError, OverflowError):
+        is_right = False
+    if not is_right:
+        raise invalid("dtimer['scheduled_at']", text, "an ISO 8601 text with an offset, from 1970")
+    return moment
+
+
 def timer_of(request: Any) -> CallbackTimer | None:
-    """Return the timer of a task request, or None when no timer sent it."""
+    """Return the timer of a task request, None when no timer sent it, or its header is forged."""
     header = _header(request, "dtimer")
-    return CallbackTimer.from_header(header) if header else None
+    return read_header(header) if header else None
+
+
+def read_header(header: Any) -> CallbackTimer | None:
+    """Return the timer of a message's ``dtimer`` header, None when that can not be read."""
+    try:
+        return CallbackTimer.from_header(header)
+    except InvalidTimerError as exc:
+        logger.warning("A message is taken for one that no timer has sent: %s", exc)
+        return None
 
 
 def _header(request: Any, name: str) -> Any:

@@ -26,7 +26,7 @@ if not redis.call('ZSCORE', seen, digest) then
   redis.call('ZREMRANGEBYRANK', seen, 0, -KEPT - 1)
 end
 if fields(key('instance', id), 'declaration')[1] ~= digest then
-  redis.call('HINCRBY', META, 'members', 1)
+  count_change()
 end
 redis.call('HSET', key('instance', id), 'source', source, 'declaration', digest)
 redis.call('HDEL', key('instance', id), 'declaring')

@@ -31,5 +31,5 @@ end
 redis.call('ZADD', INSTANCES, whole(NOW), id)
 redis.call('HSET', instance, 'heartbeat_at', whole(NOW))
 local replays = fields(instance, 'replays', 'replayed_from', 'replayed_until')
-return {NOW, tonumber(redis.call('HGET', META, 'members') or 0), next_expiry(id), number(replays[1], 0),
+return {NOW, number(redis.call('HGET', META, 'members'), 0), next_expiry(id), number(replays[1], 0),
   number(replays[2], 0), number(replays[3], 0)}

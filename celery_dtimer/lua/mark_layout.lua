@@ -9,7 +9,7 @@ if number(fields(META, 'layout_here')[1], 0) >= tonumber(ARGV[2]) then
   return 0
 end
 redis.call('HSET', META, 'layout_here', ARGV[2])
-redis.call('HINCRBY', META, 'members', 1)
+count_change()
 for _, instance in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
   wake(instance)
 end

@@ -13,7 +13,7 @@
 
 local PREFIX, TAG = string.match(KEYS[1], '^(.-)meta:({[^}]*})$')
 local UNASSIGNED = 'unassigned'
-local FENCED, BUSY, UNLINKED, ELSEWHERE = -1, -2, -3, -9
+local FENCED, BUSY, UNLINKED, FULL, ELSEWHERE = -1, -2, -3, -4, -9
 local GIVEN_NOW, GIVEN_LAYOUT = string.match(ARGV[1], '^(%d*)@?(%d*)$')
 local DAMAGED = 'damaged: ' -- begins the reason of a timer that is broken because of what was edited, not of what it is
 local LAST_MS = 253402300799999 -- the last moment that can be shown, in the year 9999
@@ -53,9 +53,17 @@ local function whole(number)
   return string.format('%.0f', number)
 end
 
--- A field's number; the default when it is not there, or was edited into something else.
+-- A field's number; the default when it is not there, or was edited into something else: no script writes a larger one.
+local MOST = 2 ^ 53
+
 local function number(text, default)
-  return tonumber(text) or default
+  local found = tonumber(text)
+  return found and found >= -MOST and found <= MOST and found or default
+end
+
+-- A moment that can be shown, whatever a score was edited into.
+local function moment_of(score)
+  return math.max(0, math.min(number(score, 0), LAST_MS))
 end
 
 -- Now in ms, and the microseconds since.
@@ -510,6 +518,16 @@ local function erase_family(id)
   erase(id)
 end
 
+-- Count a change of the membership; answers how many there were. A count that was edited into something else begins anew.
+local function count_change()
+  local answer = redis.pcall('HINCRBY', META, 'members', 1)
+  if type(answer) == 'table' then
+    redis.call('HSET', META, 'members', '1')
+    return 1
+  end
+  return answer
+end
+
 -- Remove what is left of a timer whose hash is gone; set it aside as broken if something else is in the hash's place, or no
 -- status in it. Whoever declares it writes it again.
 local function bury(id)
@@ -534,7 +552,7 @@ local function bury(id)
     redis.call('HSET', timer, 'revision', row[1] or '-', 'created', whole(number(row[2], NOW)))
     set_aside(id, nil, 'broken', DAMAGED .. (kind == 'hash' and 'its state had no status' or 'its state was a ' .. kind))
   end
-  redis.call('HINCRBY', META, 'members', 1)
+  count_change()
 end
 
 -- Move timers, a list of ids and their times, from one instance to those that choose() answers. A member without an active
@@ -585,7 +603,7 @@ local function forget(id)
   local declaration = fields(key('instance', id), 'declaration')[1]
   redis.call('ZREM', INSTANCES, id)
   redis.call('DEL', key('instance', id), key('instance_timers', id))
-  redis.call('HINCRBY', META, 'members', 1)
+  count_change()
   raise_schema()
   if declaration then
     for _, other in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
@@ -622,7 +640,7 @@ local function next_expiry(id)
   for _, other in ipairs(registered()) do
     local expiry = other.heartbeat + other.timeout
     if other.id ~= id and (first < 0 or expiry < first) then
-      first = math.max(expiry, 0)
+      first = moment_of(expiry)
     end
   end
   return first
@@ -685,12 +703,15 @@ end
 --   the time of the next timer after these or -1, time of the first timer of any other instance or -1 when that was not
 --   looked up, how many of the timers come due later
 --   then one per timer: id, status, revision, created, due, runs, last_sent, attempts, parent, time to look at it
--- A timer whose hash is gone, or is something else, has no status. One whose hash names another owner was edited by hand:
--- it is dropped here, so that it is not sent twice. One that is not due yet by its hash gets its score anew: nothing is
--- early.
+-- A timer whose hash is gone, or is something else, has no status. Of one with blanks in its fields only the status is told,
+-- and a member that can be no timer's id is dropped: nobody could name it. One whose hash names another owner was edited by
+-- hand: it is dropped here, so that it is not sent twice. One that is not due yet by its hash gets its score anew: nothing
+-- is early.
 -- When more is due than is read, a quarter of the places goes to what came due last: a backlog does not hold up the timers
 -- that are on time.
 local AHEAD_MS = 1000
+local IS_ID = '^[!-~]+$'
+local LINE = '^[!-~]+' .. string.rep(' [!-~]*', 8) .. ' %d+$'
 
 local function read_due(id, how)
   local limit, ahead, marks, looks, skip = string.match(how, '^(%d+) (%d+) (%d) (%d) (%d+)$')
@@ -723,7 +744,10 @@ local function read_due(id, how)
     local row = fields(key('timer', timer), 'status', 'revision', 'created', 'due', 'runs', 'last_sent', 'attempts',
       'parent', 'owner')
     local moment = tonumber(row[4])
-    if row[1] == 'active' and row[9] ~= id then
+    if not string.find(timer, IS_ID) then
+      redis.call('ZREM', own, timer)
+      redis.call('ZREM', QUEUE, timer)
+    elseif row[1] == 'active' and row[9] ~= id then
       redis.call('ZREM', own, timer)
     elseif i <= due and row[1] == 'active' and moment and moment > NOW and moment <= LAST_MS then
       redis.call('HSET', key('timer', timer), 'at', whole(moment))
@@ -733,7 +757,11 @@ local function read_due(id, how)
       for field = 1, 8 do
         row[field] = row[field] or ''
       end
-      lines[#lines + 1] = timer .. ' ' .. table.concat(row, ' ', 1, 8) .. ' ' .. (at[i] or now)
+      local line = timer .. ' ' .. table.concat(row, ' ', 1, 8) .. ' ' .. (at[i] or now)
+      if not string.find(line, LINE) then
+        line = timer .. (row[1] == 'active' and ' active' or ' ') .. '        ' .. (at[i] or now)
+      end
+      lines[#lines + 1] = line
       later = later + (i > due and 1 or 0)
     end
   end
@@ -743,7 +771,8 @@ local function read_due(id, how)
     redis.call('HDEL', key('instance', id), 'in_flight')
   end
   local elsewhere = looks == '1' and due == 0 and most_lagging(id) or -1
-  lines[1] = string.format('%.0f %.0f %s %d %.0f %.0f %d', NOW, MICROS, redis.call('ZSCORE', INSTANCES, id), full and 1 or 0,
+  local heartbeat = moment_of(redis.call('ZSCORE', INSTANCES, id))
+  lines[1] = string.format('%.0f %.0f %.0f %d %.0f %.0f %d', NOW, MICROS, heartbeat, full and 1 or 0,
     math.max(-1, math.min(following, LAST_MS)), math.max(-1, math.min(elsewhere, LAST_MS)), later)
   return lines
 end

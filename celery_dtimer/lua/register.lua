@@ -14,10 +14,10 @@ local id, former = ARGV[2], number(ARGV[5], 0)
 local heard = registered()
 local newest = #heard > 0 and heard[#heard].heartbeat or 0
 forgive_silence()
-local last = tonumber(redis.call('HGET', META, 'last_epoch') or 0)
+local last = number(redis.call('HGET', META, 'last_epoch'), 0)
 local epoch = math.max(last + 1, NOW)
 redis.call('HSET', META, 'last_epoch', whole(epoch))
-local members = redis.call('HINCRBY', META, 'members', 1)
+local members = count_change()
 redis.call('DEL', key('instance', id))
 redis.call('HSET', key('instance', id), 'id', id, 'epoch', whole(epoch), 'status', 'active',
   'started_at', whole(NOW), 'heartbeat_at', whole(NOW), 'heartbeat_interval', ARGV[3], 'instance_timeout', ARGV[4],

@@ -1,7 +1,8 @@
 -- Create timers, or replace their definitions.
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] source ("" not static)
--- ARGV[3] ms that a timer without a run left is kept, blank, entries that the history keeps
+-- ARGV[3] with blanks in between: ms that a timer without a run left is kept, entries that the history keeps, how many
+--   timers there may be or "-" for any number
 -- then per timer, three values:
 --   "<id> <new revision> <new status> <due> <jitter> <anew> <given up> <reason>": due is in ms, "+ms" after now, "keep" as
 --     stored or "-" none; it is looked at so many ms of jitter later, with "keep:<ms>" only if that is what is stored; anew
@@ -11,6 +12,7 @@
 --   definition
 -- Returns {now}, and for each timer that is not as it was read its place in the call, from 0, and its hash, empty when
 -- there is no timer: then nothing of it was written.
+-- Returns the number -4 when there would be too many timers, triggers and pending calls counted: then nothing was written.
 -- A due time is later than the timer's last run, whatever was asked for. Runs that are given up are counted if the first of
 -- them still is to come, and is not the one that is due while it is out. If its owner is about to publish that one, those
 -- behind it are counted, and it is left in_doubt: the owner's next commit of the timer tells what became of it.
@@ -24,7 +26,7 @@ local now, source = whole(NOW), ARGV[2]
 if source ~= '' then
   redis.call('SCARD', key('static_timers', source)) -- its type, before the first write
 end
-local keep, kept_history = string.match(ARGV[3], '^(%d+) (%d+)$')
+local keep, kept_history, most = string.match(ARGV[3], '^(%d+) (%d+) (%S+)$')
 local choose = placement(candidates())
 local timers, queued, owned, definitions = {}, {}, {}, {}
 
@@ -32,6 +34,26 @@ for i = FIRST, #ARGV, STRIDE do
   timers[#timers + 1] = key('timer', string.match(ARGV[i], '^%S+'))
 end
 local all_new = redis.call('EXISTS', unpack(timers)) == 0  -- as in most calls: then none is read by itself
+
+-- Says whether the timers of the call that are not there yet would be too many.
+local function is_full()
+  if most == '-' then
+    return false
+  end
+  local room = tonumber(most) - redis.call('ZCARD', QUEUE) - redis.call('ZCARD', INACTIVE)
+  if room >= #timers then
+    return false -- as in most calls
+  end
+  for place, timer in ipairs(timers) do
+    local is_new = ARGV[FIRST + STRIDE * (place - 1) + 1] == ''
+    room = room - (is_new and redis.call('EXISTS', timer) == 0 and 1 or 0)
+  end
+  return room < 0
+end
+
+if is_full() then
+  return FULL
+end
 
 local function read(timer)
   if all_new then

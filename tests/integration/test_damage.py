@@ -60,7 +60,13 @@ def test_an_unusual_entry_runs(
     wait_until(lambda: reader.ledger.names() == {"unusual"}, "the entry to run")
 
 
-@pytest.mark.parametrize("damage", ["not json", "wrong json", "gone", "wrong type", "no schedule"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("not json", "wrong json", "gone", "wrong type", "no schedule", "bad option"),
+        *("bad priority", "deep option"),
+    ],
+)
 def test_a_damaged_definition_stops_only_its_timer(
     make_app: MakeApp,
     redis_server: RedisServer,
@@ -78,12 +84,21 @@ def test_a_damaged_definition_stops_only_its_timer(
         ]
     )
     definition = f"{prefix}timer_definition:{{orders}}:{victim}"
-    assert client.exists(definition)
+    good = client.get(definition)
+    assert good
     if damage in ("gone", "wrong type"):
         client.delete(definition)
     if damage == "wrong type":
         client.lpush(definition, "x")
-    texts = {"not json": "{", "wrong json": "[1]", "no schedule": '{"name":"victim","task":"t"}'}
+    deep, digits = "[" * 250 + "]" * 250, "9" * 5000  # JSON reads them, but not all that follows
+    texts = {
+        "not json": "{",
+        "wrong json": "[1]",
+        "no schedule": '{"name":"victim","task":"t"}',
+        "bad option": good[:-1] + ',"options":{"timeout":"soon"}}',
+        "bad priority": good[:-1] + f',"options":{{"priority":"{digits}"}}}}',
+        "deep option": good[:-1] + f',"options":{{"headers":{deep}}}}}',
+    }
     if damage in texts:
         client.set(definition, texts[damage])
     timers = start_timers(app)

@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 import redis
 
-from celery_dtimer.errors import FencedError
-from celery_dtimer.model import ONCE, SCHEMA, UNASSIGNED, Definition, new_trigger_id
+from celery_dtimer.errors import FencedError, TooManyTimersError
+from celery_dtimer.model import (
+    LAST_MS,
+    ONCE,
+    SCHEMA,
+    UNASSIGNED,
+    Definition,
+    decode_definition,
+    new_trigger_id,
+)
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.policy import Policy
 from celery_dtimer.runs import read_letters, requeued
@@ -897,7 +905,7 @@ def test_rezoned_of_another_epoch_is_fenced(service: Service) -> None:
 Row = tuple[str, str, str, str, str, object, str, str]
 
 
-KEPT = "60000 100"  # ms of a timer that has ended, entries of the history
+KEPT = "60000 100 -"  # ms of a timer that has ended, entries of the history, most timers
 
 
 def _upsert_all(
@@ -932,6 +940,37 @@ def test_upsert_creates_an_active_timer(service: Service) -> None:
     assert state.created_ms == START_MS
     assert state.due_ms == state.at_ms == START_MS + 10_000
     assert service.store.definitions([timer.id]) == [timer.blob]
+
+
+def _fill(service: Service, most: int, *names: str) -> Any:
+    """Return what the script answers to new timers of these names, so many in all at most."""
+    arguments = []
+    for name in names:
+        timer = service.define(name)
+        arguments += [f"{timer.id} {timer.revision} active +1000 0 0 - ", "", timer.blob]
+    return service.store._call("upsert", "", f"60000 100 {most}", *arguments)
+
+
+def test_upsert_writes_nothing_when_there_would_be_too_many(service: Service) -> None:
+    service.join()
+    paused, _ = service.add("paused"), service.add("active")
+    service.store.pause(paused.id)
+    assert _fill(service, 3, "a", "b") == -4
+    assert not service.exists(service.define("a").id)
+    assert _fill(service, 3, "a") == WRITTEN
+    assert _fill(service, 3, "b") == -4
+    service.store.delete([paused.id])
+    assert _fill(service, 3, "b") == WRITTEN
+
+
+def test_upsert_changes_what_is_there_however_many_there_are(make_service: MakeService) -> None:
+    service = make_service(max_timers=1)
+    service.join()
+    timer = service.add()
+    assert service.store.save([replace(timer, args=["changed"])]) == 1
+    with pytest.raises(TooManyTimersError, match="dtimer_max_timers=1"):
+        service.store.save([replace(timer, args=["again"]), service.define("another")])
+    assert decode_definition(service.store.definitions([timer.id])[0] or "").args == ["changed"]
 
 
 def test_upsert_answers_the_time_and_keeps_the_creation(service: Service) -> None:
@@ -1676,6 +1715,55 @@ def test_due_of_a_field_edited_by_hand_is_set_aside(
     assert service.commit("a", epoch, unreadable) == [1]
     assert service.field(timer.id, "status") == "broken"
     assert service.due("a", epoch) == []
+
+
+def test_due_of_a_field_with_blanks_is_told_ahead_with_its_moment(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add(every=0.5)
+    service.set_field(timer.id, "revision", "1 2")
+    (soon,) = service.store.due("a", epoch, Reading(10, ahead=5)).ahead
+    assert (soon.id, soon.is_readable) == (timer.id, False)
+    assert int(soon.at) == service.clock.now_ms + 500
+
+
+@pytest.mark.parametrize("member", ["two words", "a\nb", "", "\u00e9", b"\xff"])
+def test_due_drops_a_member_that_can_be_no_timers_id(service: Service, member: str | bytes) -> None:
+    epoch = service.join()
+    timer = service.add()
+    for key in (service.keys("timer_queue"), service.keys("instance_timers", "a")):
+        service.redis.zadd(key, {member: 1})
+    service.clock.advance(10)
+    assert [each.id for each in service.due("a", epoch)] == [timer.id]
+    assert service.redis.zscore(service.keys("instance_timers", "a"), member) is None
+    assert service.redis.zscore(service.keys("timer_queue"), member) is None
+    service.commit("a", epoch, service.ran(service.due_one("a", epoch)))
+
+
+@pytest.mark.parametrize("score", ["inf", "-inf", "1.5", "1e300"])
+def test_due_of_a_heartbeat_edited_by_hand_is_a_moment(service: Service, score: str) -> None:
+    epoch = service.join()
+    service.redis.zadd(service.keys("service_instances"), {"a": score})
+    turn = service.store.due("a", epoch, Reading(10))
+    assert 0 <= turn.heartbeat_ms <= LAST_MS
+    service.store.heartbeat("a", epoch)
+
+
+@pytest.mark.parametrize("count", ["", "many", "9223372036854775807", "1.5"])
+def test_register_counts_anew_when_the_count_was_edited_by_hand(
+    service: Service, count: str
+) -> None:
+    service.redis.hset(service.keys("meta"), "members", count)
+    service.store.register("a", {})
+    assert service.members() == 1
+
+
+@pytest.mark.parametrize("count", ["", "many", "1e300", "nan"])
+def test_heartbeat_answers_no_count_when_that_was_edited_by_hand(
+    service: Service, count: str
+) -> None:
+    epoch = service.join()
+    service.redis.hset(service.keys("meta"), "members", count)
+    assert service.store.heartbeat("a", epoch).members == 0
 
 
 def test_due_of_another_epoch_is_fenced(service: Service) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import uuid
+from dataclasses import replace
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from typing import Any
@@ -20,6 +21,12 @@ from celery_dtimer import model
 from celery_dtimer.errors import InvalidTimerError
 from celery_dtimer.model import (
     MAX_DEFINITION_BYTES,
+    MAX_DEPTH,
+    MAX_DESCRIPTION_BYTES,
+    MAX_NAME_BYTES,
+    MAX_OPTIONS,
+    MAX_OPTIONS_BYTES,
+    MAX_TASK_BYTES,
     UNASSIGNED,
     Definition,
     Lease,
@@ -272,6 +279,49 @@ def test_a_definition_larger_than_a_batch_is_refused() -> None:
     assert check_size(define(args=["x" * room]))
     with pytest.raises(InvalidTimerError, match=f"{MAX_DEFINITION_BYTES + 1} bytes"):
         check_size(define(args=["x" * (room + 1)]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"name": "é" * (MAX_NAME_BYTES // 2 + 1)}, f"name of {MAX_NAME_BYTES + 2} bytes"),
+        ({"task": "t" * (MAX_TASK_BYTES + 1)}, "task of"),
+        ({"description": "d" * (MAX_DESCRIPTION_BYTES + 1)}, "description of"),
+        ({"options": {f"o{i}": i for i in range(MAX_OPTIONS + 1)}}, f"{MAX_OPTIONS + 1} options"),
+        ({"options": {"headers": {"x": "x" * MAX_OPTIONS_BYTES}}}, "options of"),
+    ],
+)
+def test_a_part_that_is_too_large_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    definition = replace(define(), **fields)
+    with pytest.raises(InvalidTimerError, match=said) as caught:
+        check_size(definition)
+    assert "expected at most" in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_parts_as_large_as_they_may_be_are_taken() -> None:
+    options = {f"o{i}": i for i in range(MAX_OPTIONS)}
+    assert check_size(replace(define(), name="n" * MAX_NAME_BYTES))
+    assert check_size(replace(define(), description="d" * MAX_DESCRIPTION_BYTES, options=options))
+
+
+def nested(depth: int) -> list[Any]:
+    """Return lists in each other."""
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_what_can_be_created_however_deep_can_be_read() -> None:
+    deepest = check_size(define(args=nested(MAX_DEPTH - 1)))
+    assert decode_definition(deepest.blob).args == deepest.args
+    with pytest.raises(InvalidTimerError, match=f"expected at most {MAX_DEPTH} levels"):
+        check_size(define(args=nested(MAX_DEPTH)))
+    with pytest.raises(InvalidTimerError, match="nested deeper"):
+        decode_definition(define(args=nested(MAX_DEPTH)).blob)
+    flat = define(args=[[each] for each in range(1000)])
+    assert decode_definition(check_size(flat).blob).args == flat.args
 
 
 # ------------------------------------------------------------------ options

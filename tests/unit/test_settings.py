@@ -68,6 +68,8 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_max_refusals": 3,
         "dtimer_eta_threshold": 60,
         "dtimer_wait_replicas": 2,
+        "dtimer_allowed_tasks": ("shop.*",),
+        "dtimer_max_timers": 1000,
     }
     policies = {"dtimer_coalesce", "dtimer_misfire_grace_time", "dtimer_max_catch_up"}
     assert values.keys() == defaults().keys() - policies

@@ -74,6 +74,33 @@ def test_another_message_has_no_timer(headers: Any) -> None:
     assert timer_of(SimpleNamespace(headers=headers)) is None
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id", None),
+        ("id", "two words"),
+        ("id", "a\nb"),
+        ("name", 7),
+        ("service", ["orders"]),
+        ("scheduled_at", "2026-01-01T03:00:00"),
+        ("scheduled_at", "1969-12-31T00:00:00+00:00"),
+        ("scheduled_at", "soon"),
+        ("run", -1),
+        ("run", "4"),
+        ("run", 2**60),
+        ("resent", True),
+    ],
+)
+def test_a_header_that_no_instance_has_written_is_none_of_a_timer(
+    field: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    header = {**HEADER, field: value}
+    with pytest.raises(InvalidTimerError, match=field):
+        CallbackTimer.from_header(header)
+    assert timer_of(SimpleNamespace(dtimer=header)) is None
+    assert field in caplog.text
+
+
 def test_a_callback_gets_its_timer_first_and_then_its_own_arguments(app: Celery) -> None:
     def callback(timer: Any, first: int, *, second: int = 0) -> Any:
         return timer, first, second
