@@ -270,6 +270,19 @@ def test_a_pause_skips_what_lies_in_it_and_nothing_is_sent_meanwhile() -> None:
     assert any("while it was paused" in problem for problem in verdict.problems)
 
 
+@pytest.mark.parametrize(("paused", "lost"), [(True, 0), (False, 1)])
+def test_what_a_timer_would_have_skipped_that_ends_paused_is_told_by_nobody(
+    paused: bool, lost: int
+) -> None:
+    moments = grid(60)
+    end = moments[50]
+    pause = Change("paused", moments[3] + 100, moments[3] + 110)
+    changes = [CREATED, *([pause] if paused else []), Change("deleted", end, end + 5)]
+    runs = sent(*moments[:4])
+    found = judge(evidence(runs, (), changes, stored=None, ended_ms=end + 1000, settled_ms=end))
+    assert bool(found.total.lost) is bool(lost)
+
+
 def test_another_schedule_supersedes_what_was_due_and_begins_anew() -> None:
     moments, at = grid(), FIRST + 4200
     changes = [CREATED, Change("rescheduled", at, at + 5, Every(400))]
