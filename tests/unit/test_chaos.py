@@ -448,6 +448,7 @@ def test_reports_add_up_and_survive_a_file() -> None:
     verdict = judge(evidence(sent(*grid())))
     one.rows.update(verdict.tallies)
     one.injected["a fault"] = 1
+    one.expected["atomic"] = 10
     one.takeovers["kill"] = [1.5]
     one.memory, one.slopes = [(1, 2)], [0.5]
     both = report.merged([report.Report.of_line(one.line()), report.Report.of_line(one.line())])
@@ -455,6 +456,7 @@ def test_reports_add_up_and_survive_a_file() -> None:
     assert both.injected == {"a fault": 2}
     text = report.as_markdown(both)
     assert "| a fault | 2 | 12 | 12 | 0 | 3 ms | 3 ms | 3 ms | 0 | 0 | 0 | 0 |" in text
+    assert "| atomic: expected / lost / doubled | 20 / 0 / 0 |" in text
     assert "1.50 / 1.50 / 1.50 s (2 times)" in text
     assert json.loads(one.line())["command"] == "make chaos CHAOS_SEED=1"
     assert "no fault yet" in report.as_text(both)
