@@ -546,14 +546,14 @@ def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
     """Return the next run of a timer that is resumed now, and those that passed meanwhile.
 
     A one-shot whose moment passed while it was paused runs at once: it has no next run to go on
-    with. A run that is out already, its commit refused, stays the next one: its owner only counts
-    it.
+    with. A run that is out already, its commit refused, stays the next one, which its owner only
+    counts, unless others have passed since: else those would be made up for.
     """
     due_ms, max_runs = state.due_ms, definition.policy.max_runs
     if max_runs is not None and state.runs >= max_runs:
         return Plan(None)
     if due_ms is not None and due_ms == state.last_sent_ms:
-        return Plan(due_ms)
+        return _resume_behind(definition, state, due_ms, now_ms)
     if due_ms is not None and due_ms > now_ms:
         return _planned(definition, due_ms)
     if due_ms is None:
@@ -562,6 +562,17 @@ def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
     if next_ms is None and _is_single(definition):
         return _planned(definition, first_run(definition, now_ms))
     return _planned(definition, next_ms, _skip(PAUSED, definition, due_ms, now_ms))
+
+
+def _resume_behind(definition: Definition, state: TimerState, sent_ms: int, now_ms: int) -> Plan:
+    """Return how a timer goes on whose due run is out."""
+    max_runs = definition.policy.max_runs
+    passed_ms = _run_after(definition, sent_ms, sent_ms)
+    next_ms = _run_after(definition, max(now_ms, sent_ms), sent_ms)
+    is_last = max_runs is not None and state.runs + 1 >= max_runs
+    if passed_ms is None or passed_ms > now_ms or next_ms is None or is_last:
+        return Plan(sent_ms)
+    return _planned(definition, next_ms, _skip(PAUSED, definition, passed_ms, now_ms))
 
 
 def retry_delay(attempts: int) -> float:

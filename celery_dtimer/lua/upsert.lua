@@ -14,8 +14,8 @@
 -- there is no timer: then nothing of it was written.
 -- Returns the number -4 when there would be too many timers, triggers and pending calls counted: then nothing was written.
 -- A due time is later than the timer's last run, whatever was asked for. Runs that are given up are counted if the first of
--- them still is to come, and is not the one that is due while it is out. If its owner is about to publish that one, those
--- behind it are counted, and it is left in_doubt: the owner's next commit of the timer tells what became of it.
+-- them still is to come; if that one is out, those behind it. If its owner is about to publish it, it is left in_doubt: the
+-- owner's next commit of the timer tells what became of it.
 -- Worst case: O(instances + timers of the call * log timers).
 
 check_types()
@@ -92,15 +92,18 @@ local function give_up(id, row, given_up)
   if not reason or number(row.due, math.huge) > tonumber(first) then
     return
   end
-  if row.due ~= first or (row.last_sent ~= first and not in_flight(id, row.owner)) then
+  local is_out = row.due == first and row.last_sent == first
+  if row.due ~= first or (not is_out and not in_flight(id, row.owner)) then
     note_passed(id, reason, runs, first, last)
-  elseif row.last_sent ~= first then
-    if row.in_doubt then
-      note_passed(id, reason, 1, row.in_doubt, row.in_doubt)
-    end
-    if tonumber(runs) > 1 then
-      note_passed(id, reason, whole(runs - 1), second, last)
-    end
+    return
+  end
+  if not is_out and row.in_doubt then
+    note_passed(id, reason, 1, row.in_doubt, row.in_doubt)
+  end
+  if tonumber(runs) > 1 then
+    note_passed(id, reason, whole(runs - 1), second, last)
+  end
+  if not is_out then
     redis.call('HSET', key('timer', id), 'in_doubt', first, 'passed', last)
   end
 end

@@ -40,6 +40,8 @@ _REMEMBERED = 20_000  # messages that a promoted replica may show once more
 _LOOK_EVERY = 0.004  # seconds
 _HANDED_ON = 20  # messages between two looks at how many wait
 _MOST_WORK = 400  # messages that wait for workers; beyond that they are entered and dropped
+# Where kombu puts a message back that a worker has had and not done.
+_TO_INBOX, _TO_WORK = (f'"routing_key": "{name}"'.encode() for name in (INBOX, WORK))
 _UNREACHABLE = (redis.RedisError, OSError, amqp.AMQPError)
 
 
@@ -165,7 +167,7 @@ class RedisTaker:
         pipe.set(MARK, self._taken + len(texts))
         if texts and not is_busy:
             self.book.handed_on.update(json.loads(text)["headers"]["id"] for text in texts)
-            pipe.lpush(WORK, *texts)
+            pipe.lpush(WORK, *[text.replace(_TO_INBOX, _TO_WORK) for text in texts])
         pipe.execute()
         self._taken += len(texts)
 

@@ -28,6 +28,7 @@ _HEADINGS = (
     "replayed",
 )
 _MIB = 1024 * 1024
+_COUNTERS = ("injected", "deployments", "expected", "lost", "doubled", "reasons")
 
 
 @dataclass
@@ -40,6 +41,9 @@ class Report:
     rows: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
     injected: Counter[str] = field(default_factory=Counter)
     deployments: Counter[str] = field(default_factory=Counter)
+    expected: Counter[str] = field(default_factory=Counter)  #: runs, by deployment
+    lost: Counter[str] = field(default_factory=Counter)
+    doubled: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     takeovers: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     slopes: list[float] = field(default_factory=list)
@@ -52,6 +56,10 @@ class Report:
         """Add an episode."""
         self.seconds += outcome.seconds
         self.deployments[outcome.deployment] += 1
+        total = outcome.verdict.total
+        self.expected[outcome.deployment] += total.expected
+        self.lost[outcome.deployment] += total.lost
+        self.doubled[outcome.deployment] += total.doubled
         for name, tally in outcome.verdict.tallies.items():
             self.rows[name].add(tally)
         self.injected.update(outcome.injected)
@@ -70,7 +78,8 @@ class Report:
         for name, tally in other.rows.items():
             self.rows[name].add(tally)
         self.injected.update(other.injected)
-        self.deployments.update(other.deployments)
+        for name in _COUNTERS[1:-1]:
+            getattr(self, name).update(getattr(other, name))
         self.reasons.update(other.reasons)
         for kind, seconds in other.takeovers.items():
             self.takeovers[kind] += seconds
@@ -104,7 +113,7 @@ class Report:
         report = cls(values.pop("command"), values.pop("date"))
         report.rows.update(rows)
         report.takeovers.update(values.pop("takeovers"))
-        for name in ("injected", "deployments", "reasons"):
+        for name in _COUNTERS:
             getattr(report, name).update(values.pop(name))
         for name, value in values.items():
             setattr(report, name, value)
@@ -213,6 +222,13 @@ def facts(report: Report) -> list[tuple[str, str]]:
         (
             "skipped, by reason",
             ", ".join(f"{reason} {count:,}" for reason, count in sorted(report.reasons.items())),
+        ),
+        *(
+            (
+                f"{name}: expected / lost / doubled",
+                f"{count:,} / {report.lost[name]:,} / {report.doubled[name]:,}",
+            )
+            for name, count in sorted(report.expected.items())
         ),
         ("run by workers", f"{report.ran:,}"),
     ]

@@ -282,8 +282,15 @@ class _TimerJudge:
             return span.end.until_ms + 1  # what was due by then is skipped as superseded
         if span.end is not None:
             done = [moment for moment in moments if moment in self.sent or moment in skipped]
-            return max(max(done, default=0) + 1, span.end.from_ms - UNSENT_MS)
+            waiting_ms = min(span.end.from_ms - UNSENT_MS, self._paused_from(span.end))
+            return max(max(done, default=0) + 1, waiting_ms)
         return self._pending_now(span, moments)
+
+    def _paused_from(self, end: Change) -> int:
+        """Return when a timer was paused that was so when it ended: until then, nothing tells."""
+        before = [change for change in self.timer.changes if change.until_ms <= end.from_ms]
+        is_paused = bool(before) and before[-1].what == "paused"
+        return before[-1].from_ms - UNSENT_MS if is_paused else end.from_ms
 
     def _pending_now(self, span: Span, moments: list[int]) -> int:
         stored, evidence = self.evidence.stored.get(self.timer.name), self.evidence

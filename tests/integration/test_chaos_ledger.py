@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import redis
+from kombu import Queue
 
 from tests.chaos.ledger import INBOX, MARK, WORK, RedisTaker
-from tests.conftest import FreshRedis
+from tests.conftest import FreshRedis, MakeApp
 from tests.servers import RedisServer
 from tests.waiting import wait_until
 
@@ -52,6 +53,19 @@ def test_messages_are_entered_in_order_and_handed_on(side: Side) -> None:
     assert work[::-1] == ["a", "b", "c"]
     assert side.taker.book.handed_on == {"a", "b", "c"}
     assert side.client.get(MARK) == "3"
+
+
+def test_a_message_that_a_worker_gives_back_comes_not_to_the_ledger(
+    side: Side, make_app: MakeApp
+) -> None:
+    app = make_app()
+    with app.connection_for_write(side.server.url) as connection:
+        connection.Producer().publish({}, routing_key=INBOX, headers={"id": "a"})
+        side.wait_seen("a")
+        message = connection.SimpleQueue(Queue(WORK, routing_key=WORK)).get(timeout=5)
+        message.requeue()
+    wait_until(lambda: side.client.llen(WORK) == 1, "it to be given back")
+    assert side.seen == ["a"]
 
 
 def test_a_message_that_comes_twice_is_entered_twice(side: Side) -> None:

@@ -1156,15 +1156,17 @@ def test_upsert_counts_runs_behind_one_that_may_be_out(service: Service) -> None
     assert service.state(timer.id).skips == {"superseded": 3}
 
 
-@pytest.mark.parametrize("why", ["another due time", "sent"])
-def test_upsert_counts_no_run_that_is_out(service: Service, why: str) -> None:
+@pytest.mark.parametrize(("why", "skips"), [("another due time", {}), ("sent", {"superseded": 2})])
+def test_upsert_counts_no_run_that_is_out(
+    service: Service, why: str, skips: dict[str, int]
+) -> None:
     service.join()
     timer = service.add()
     service.clock.advance(35)
     if why == "sent":
         service.set_field(timer.id, "last_sent", str(START_MS + 10_000))
     _give_up(service, timer, START_MS + (9_000 if why == "another due time" else 10_000))
-    assert service.state(timer.id).skips == {}
+    assert service.state(timer.id).skips == skips
 
 
 def _leave_in_doubt(service: Service, runs: int = 3) -> tuple[Definition, DueTimer, int]:
@@ -1474,6 +1476,25 @@ def test_resume_may_go_on_with_the_run_that_is_out(service: Service) -> None:
     service.set_field(timer.id, "last_sent", str(START_MS + 10_000))
     service.resume(timer, START_MS + 10_000)
     assert service.state(timer.id).due_ms == START_MS + 10_000
+
+
+@pytest.mark.parametrize("sent", ["due", "before"])
+def test_resume_behind_the_run_that_is_out_counts_it(service: Service, sent: str) -> None:
+    """Nobody comes upon it any more; the one before was counted by its own commit."""
+    timer = service.add()
+    service.store.pause(timer.id)
+    last_ms = START_MS + (10_000 if sent == "due" else 5_000)
+    service.set_field(timer.id, "last_sent", str(last_ms))
+    service.resume(timer, START_MS + 40_000, 2)
+    state = service.state(timer.id)
+    assert (state.due_ms, state.skips) == (START_MS + 40_000, {"paused": 2})
+    if sent == "due":
+        assert (state.runs, state.last_run_ms, state.last_sent_ms) == (1, last_ms, None)
+        assert service.store.counters()["sent"] == 1
+        told = [entry["sent"] for entry in service.store.history(0) if "sent" in entry]
+        assert told == [f"{timer.id} {last_ms} 1"]
+    else:
+        assert (state.runs, state.last_run_ms, state.last_sent_ms) == (0, None, last_ms)
 
 
 @pytest.mark.parametrize("field", ["last_run", "last_sent", "skipped_paused"])

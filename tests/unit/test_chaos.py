@@ -270,6 +270,19 @@ def test_a_pause_skips_what_lies_in_it_and_nothing_is_sent_meanwhile() -> None:
     assert any("while it was paused" in problem for problem in verdict.problems)
 
 
+@pytest.mark.parametrize(("paused", "lost"), [(True, 0), (False, 1)])
+def test_what_a_timer_would_have_skipped_that_ends_paused_is_told_by_nobody(
+    paused: bool, lost: int
+) -> None:
+    moments = grid(60)
+    end = moments[50]
+    pause = Change("paused", moments[3] + 100, moments[3] + 110)
+    changes = [CREATED, *([pause] if paused else []), Change("deleted", end, end + 5)]
+    runs = sent(*moments[:4])
+    found = judge(evidence(runs, (), changes, stored=None, ended_ms=end + 1000, settled_ms=end))
+    assert bool(found.total.lost) is bool(lost)
+
+
 def test_another_schedule_supersedes_what_was_due_and_begins_anew() -> None:
     moments, at = grid(), FIRST + 4200
     changes = [CREATED, Change("rescheduled", at, at + 5, Every(400))]
@@ -435,6 +448,7 @@ def test_reports_add_up_and_survive_a_file() -> None:
     verdict = judge(evidence(sent(*grid())))
     one.rows.update(verdict.tallies)
     one.injected["a fault"] = 1
+    one.expected["atomic"] = 10
     one.takeovers["kill"] = [1.5]
     one.memory, one.slopes = [(1, 2)], [0.5]
     both = report.merged([report.Report.of_line(one.line()), report.Report.of_line(one.line())])
@@ -442,6 +456,7 @@ def test_reports_add_up_and_survive_a_file() -> None:
     assert both.injected == {"a fault": 2}
     text = report.as_markdown(both)
     assert "| a fault | 2 | 12 | 12 | 0 | 3 ms | 3 ms | 3 ms | 0 | 0 | 0 | 0 |" in text
+    assert "| atomic: expected / lost / doubled | 20 / 0 / 0 |" in text
     assert "1.50 / 1.50 / 1.50 s (2 times)" in text
     assert json.loads(one.line())["command"] == "make chaos CHAOS_SEED=1"
     assert "no fault yet" in report.as_text(both)

@@ -578,6 +578,32 @@ def test_a_resumed_timer_goes_on_in_its_rhythm_and_counts_what_passed(
         assert plan.skip == Skip("paused", plan.skipped, due_ms or 0, NOW)
 
 
+@pytest.mark.parametrize(
+    ("policy", "sent_ms", "expected"),
+    [
+        (Policy(), NOW - 5_000, Plan(NOW - 5_000)),
+        (
+            Policy(),
+            NOW - 3 * EVERY - 1,
+            Plan(NOW + EVERY - 1, Skip("paused", 3, NOW - 2 * EVERY - 1, NOW)),
+        ),
+        (
+            Policy(coalesce=False),
+            NOW - 3 * EVERY - 1,
+            Plan(NOW + EVERY - 1, Skip("paused", 3, NOW - 2 * EVERY - 1, NOW)),
+        ),
+        (Policy(max_runs=4), NOW - 3 * EVERY - 1, Plan(NOW - 3 * EVERY - 1)),
+        (Policy(end_ms=NOW - 1), NOW - 3 * EVERY - 1, Plan(NOW - 3 * EVERY - 1)),
+    ],
+)
+def test_what_passed_in_a_pause_behind_a_run_that_was_out_is_not_made_up_for(
+    policy: Policy, sent_ms: int, expected: Plan
+) -> None:
+    definition = define(policy=policy)
+    state = stored(definition, "paused", sent_ms, last_sent_ms=sent_ms, runs=3)
+    assert planning.resume(definition, state, NOW) == expected
+
+
 def test_a_one_shot_whose_moment_passed_in_the_pause_runs_at_once() -> None:
     state = stored(define(PAST), "paused", PAST.at_ms)
     assert planning.resume(define(PAST), state, NOW) == Plan(PAST.at_ms)
