@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.failover import takeovers
-from tests.failover.deployment import Deploy
+from tests.failover.deployment import IS_LONG, Deploy
 
-TRIES = 2
+TRIES = 5 if IS_LONG else 1
 
 
 @pytest.mark.parametrize("kind", takeovers.KINDS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from typing import Any
 
@@ -260,8 +262,16 @@ ACTS: dict[str, Callable[[DistributedTimer], Any]] = {
 def test_the_api_answers_within_one_call(make_app: MakeApp, hanging: RedisServer) -> None:
     app = make_app(dtimer_redis_url=hanging.url, dtimer_instance_timeout=3 * LIMIT)
     timers = DistributedTimer(app)
-    for act in ACTS.values():
-        assert_limited(lambda act=act: act(timers), LIMIT, StoreUnavailableError)
+    with ThreadPoolExecutor(len(ACTS)) as users:  # each mostly waits
+        tries = [
+            users.submit(
+                assert_limited, lambda act=act: act(timers), 3 * LIMIT, StoreUnavailableError
+            )
+            for act in ACTS.values()
+        ]
+    for each in tries:
+        each.result()
+    assert_limited(lambda: timers.get_timer("n"), LIMIT, StoreUnavailableError)
 
 
 def test_a_durable_countdown_answers_within_the_tries_of_its_policy(
@@ -308,17 +318,28 @@ def test_a_broker_of_redis(
     app.close()
 
 
-def test_rabbitmq_that_is_frozen(rabbitmq: RabbitMQ, make_app: MakeApp) -> None:
+@pytest.fixture
+def garbage() -> Iterator[None]:
+    """Collect what a test has left, while it is known whose it was."""
+    yield
+    gc.collect()
+
+
+# py-amqp leaves the socket of a connection that is never answered to the garbage collector.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("garbage")
+def test_rabbitmq_that_is_frozen(shared_rabbitmq: RabbitMQ, make_app: MakeApp) -> None:
     """To say good-bye takes two calls: for the channel, and for the connection."""
     as_shipped = {name: value for name, value in defaults().items() if name.endswith("_timeout")}
-    app = make_app(broker_url=rabbitmq.url, dtimer_redis_url=make_app().conf.broker_url)
+    app = make_app(broker_url=shared_rabbitmq.url, dtimer_redis_url=make_app().conf.broker_url)
     timers = DistributedTimer(make_app(**{**app.conf.changes, **as_shipped}))
     timers.start()
     timers.create_timer("often", 0.2, "task")
     wait_until(lambda: timers.get_counts().sent, "a run", 15)
     publisher = publisher_of(app)
     assert publisher.connect() is None
-    rabbitmq.freeze()
+    shared_rabbitmq.freeze()
     try:
         began = time.monotonic()
         publisher.close()
@@ -331,7 +352,7 @@ def test_rabbitmq_that_is_frozen(rabbitmq: RabbitMQ, make_app: MakeApp) -> None:
         assert time.monotonic() - began < 2, "whatever the broker does not say"
         assert timers.get_service_instances() == []
     finally:
-        rabbitmq.thaw()
+        shared_rabbitmq.thaw()
 
 
 def test_a_lease_is_not_trusted_longer_than_a_hanging_call_takes(settings: Settings) -> None:
