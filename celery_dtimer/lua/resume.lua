@@ -10,7 +10,7 @@
 check_types()
 local id, due, at = ARGV[2], tonumber(ARGV[5]), tonumber(ARGV[6])
 local timer = key('timer', id)
-local row = fields(timer, 'status', 'revision', 'last_run', 'last_sent')
+local row = fields(timer, 'status', 'revision', 'last_run', 'last_sent', 'due')
 if not row[1] then
   return 0
 elseif row[1] ~= ARGV[4] or row[1] == 'active' or row[2] ~= ARGV[3] then
@@ -20,6 +20,9 @@ due = math.max(due, number(row[3], -1) + 1, number(row[4], -1))
 at, due = whole(math.max(at, due)), whole(due)
 redis.call('HSET', timer, 'status', 'active', 'due', due, 'at', at)
 redis.call('HDEL', timer, 'reason', 'attempts')
+if not row[5] then
+  redis.call('HSET', timer, 'armed', whole(NOW)) -- until now it had no next run
+end
 if ARGV[7] ~= '0' then
   note_passed(id, 'paused', ARGV[7], ARGV[8], ARGV[9])
 end
