@@ -6,6 +6,7 @@ app.conf.beat_scheduler = "celery_dtimer:DistributedScheduler"
 timers = DistributedTimer(app)
 """
 
+from celery_dtimer.auditing import TimerAudit
 from celery_dtimer.countdowns import PendingTask
 from celery_dtimer.doctor import Finding
 from celery_dtimer.errors import (
@@ -51,6 +52,7 @@ __all__ = [
     "StoreError",
     "StoreUnavailableError",
     "Timer",
+    "TimerAudit",
     "TimerNotFoundError",
     "TooManyTimersError",
     "__version__",

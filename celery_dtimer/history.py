@@ -56,13 +56,20 @@ class Skipped(NamedTuple):
 
 def records(entries: Iterable[Mapping[str, str]], id: str) -> Iterator[Sent | Skipped]:
     """Yield what entries of the history say of a timer, but for lines that were edited by hand."""
+    yield from (record for _, record in all_records(entries, id))
+
+
+def all_records(
+    entries: Iterable[Mapping[str, str]], id: str | None = None
+) -> Iterator[tuple[str, Sent | Skipped]]:
+    """Yield what entries say of one timer, or of all, with the timers' ids."""
     for entry in entries:
         at_ms = int(entry["at"])
-        yield from (run for _, run in sent_in(entry, id))
+        yield from sent_in(entry, id)
         for line in entry.get("skipped", "").split("\n"):
             match line.split(" "):
-                case [timer, reason, *numbers] if timer == id and _are_whole(numbers, 3):
-                    yield Skipped(at_ms, reason, *map(int, numbers))
+                case [timer, reason, *numbers] if id in (None, timer) and _are_whole(numbers, 3):
+                    yield timer, Skipped(at_ms, reason, *map(int, numbers))
 
 
 def sent_in(entry: Mapping[str, str], id: str | None = None) -> Iterator[tuple[str, Sent]]:

@@ -572,6 +572,8 @@ class TimerState:
     source: str = ""  #: where a static timer was declared
     parent: str = ""  #: the timer that a trigger belongs to
     reason: str = ""
+    changed_ms: int | None = None  #: when it was given another definition
+    armed_ms: int | None = None  #: when it began anew, in another phase, since its creation
 
     @property
     def skipped(self) -> int:

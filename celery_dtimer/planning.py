@@ -289,6 +289,18 @@ def _count(definition: Definition, after_ms: int, until_ms: int, anchor_ms: int)
     return definition.schedule.count_between(after_ms, until_ms, anchor_ms)
 
 
+def count(definition: Definition, after_ms: int, until_ms: int, anchor_ms: int) -> int:
+    """Return how many runs a timer has in ``(after_ms, until_ms]``, as far as it goes.
+
+    Args:
+        definition: the timer's; it may have started before.
+        after_ms: the runs come after this moment,
+        until_ms: until this one.
+        anchor_ms: the scheduled moment of any of its runs.
+    """
+    return _count(definition, after_ms, until_ms, anchor_ms)
+
+
 def jitter_of(definition: Definition, due_ms: int) -> int:
     """Return how long after its scheduled moment a run is sent on purpose, in ms.
 

@@ -324,6 +324,11 @@ class Shards:
         """Yield the entries of the history that were written since a moment, oldest first."""
         return heapq.merge(*(store.history(from_ms) for store in self._known), key=_moment)
 
+    def history_begin(self) -> int | None:
+        """Return the moment before which the history says nothing; None when all of it is there."""
+        begins = [store.history_begin() for store in self._known]
+        return max((each for each in begins if each is not None), default=None)
+
     def history_backwards(self) -> Iterator[Mapping[str, str]]:
         """Yield the entries of the history, newest first."""
         return self._backwards(store.history_backwards() for store in self._known)

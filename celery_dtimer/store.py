@@ -31,6 +31,7 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -1396,6 +1397,20 @@ class Store:
                 return
             start = f"({page[-1][0]}"
 
+    def history_begin(self) -> int | None:
+        """Return the moment before which the history says nothing; None when all of it is there."""
+        with self._errors():
+            client, key = self.client, self.keys("history")
+            length, first = client.xlen(key), client.xrange(key, "-", "+", count=1)
+            if not first:
+                return None
+            try:
+                added = client.xinfo_stream(key).get("entries-added")  # since Redis 7
+            except ResponseError:  # it is not allowed
+                added = None
+        is_whole = length < self.settings.history if added is None else length == added
+        return None if is_whole else int(first[0][0].partition("-")[0])
+
     def counters(self) -> dict[str, int]:
         """Return how many runs the service has sent, and ``skipped_<reason>``."""
         with self._errors():
@@ -1828,6 +1843,8 @@ def _state(id: str, row: object) -> TimerState | None:
         source=row.get("source", ""),
         parent=row.get("parent", ""),
         reason=row.get("reason", ""),
+        changed_ms=maybe_whole(row.get("changed", "")),
+        armed_ms=maybe_whole(row.get("armed", "")),
     )
 
 

@@ -20,6 +20,7 @@ from celery.schedules import BaseSchedule
 
 from celery_dtimer import consistency, countdowns, doctor, history, planning, schedules
 from celery_dtimer.allowed import AllowedTasks
+from celery_dtimer.auditing import TimerAudit, audit_store
 from celery_dtimer.canvas import is_canvas, parts_of
 from celery_dtimer.countdowns import PendingTask
 from celery_dtimer.declarations import declare
@@ -658,6 +659,34 @@ class DistributedTimer:
             accepted = f"seconds from 0 to {_LONGEST_ASKED}"
             raise invalid("worker_timeout", worker_timeout, accepted)
         return doctor.examine(self.store, self.app, seconds=worker_timeout)
+
+    def audit(
+        self, since: datetime, until: datetime | None = None, timer: str | None = None
+    ) -> list[TimerAudit]:
+        """Return for each timer whether its runs were sent, or not and why.
+
+        Which runs it should have had is worked out from its schedule; what became of them tells the
+        service's history, as far as it reaches back (``dtimer_history``). A timer that was changed
+        meanwhile is looked at from then on.
+
+        Args:
+            since: of runs that were scheduled then or later; the app's time zone holds for a
+                datetime without one.
+            until: until then, likewise; by default until now.
+            timer: only this one, by its id or name.
+
+        Raises:
+            TimerNotFoundError: there is no such timer.
+            InvalidTimerError: a moment is no datetime, or the second one is before the first.
+        """
+        since_ms = schedules.moment_ms("since", since, self.app.timezone)
+        until_ms = None
+        if until is not None:
+            until_ms = schedules.moment_ms("until", until, self.app.timezone)
+            if until_ms < since_ms:
+                raise invalid("until", until, "a moment that is not before since")
+        ids = None if timer is None else [self._resolve(timer).id]
+        return audit_store(self.store, since_ms, until_ms, ids)
 
     def get_counts(self) -> Counts:
         """Return how many runs the service has sent, and how many did not happen, by reason."""

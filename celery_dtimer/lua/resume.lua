@@ -28,6 +28,9 @@ if row[4] and row[4] == row[5] and tonumber(due) > number(row[4], math.huge) the
   note_sent(id, row[4], run)
   count('sent', 1)
 end
+if not row[5] then
+  redis.call('HSET', timer, 'armed', whole(NOW)) -- until now it had no next run
+end
 if ARGV[7] ~= '0' then
   note_passed(id, 'paused', ARGV[7], ARGV[8], ARGV[9])
 end

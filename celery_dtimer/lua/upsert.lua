@@ -129,6 +129,9 @@ local function write(timer, row, id, revision, status, due, jitter, anew, given_
     if row.revision ~= revision then
       redis.call('HSET', timer, 'changed', now)
     end
+    if string.sub(due, 1, 4) ~= 'keep' then
+      redis.call('HSET', timer, 'armed', now)
+    end
   elseif not all_new then
     redis.call('DEL', timer)
   end
