@@ -435,7 +435,9 @@ def _is_shallow(value: Any) -> bool:
 
 
 def _digest(text: str) -> str:
-    digest = hashlib.blake2b(text.encode(), digest_size=_PART * 3 // 4).digest()
+    digest = hashlib.blake2b(
+        text.encode(errors="backslashreplace"), digest_size=_PART * 3 // 4
+    ).digest()
     return base64.urlsafe_b64encode(digest).decode()
 
 

@@ -102,7 +102,7 @@ class Policy:
                 raise invalid(keyword, value, accepted)
         if self.coalesce is not None and not isinstance(self.coalesce, bool):
             raise invalid("coalesce", self.coalesce, _COALESCE)
-        if self.overlap not in OVERLAPS:
+        if not isinstance(self.overlap, str) or self.overlap not in OVERLAPS:
             raise invalid("overlap", self.overlap, "one of " + ", ".join(OVERLAPS))
         if self.start_ms is not None and self.end_ms is not None and self.end_ms < self.start_ms:
             start, end = (_as_given(name, getattr(self, name)) for name in _MOMENTS)

@@ -547,7 +547,7 @@ class DistributedTimer:
         Raises:
             InvalidTimerError: a filter cannot be used.
         """
-        if status is not None and status not in _STATUSES:
+        if status is not None and not (isinstance(status, str) and status in _STATUSES):
             raise invalid("status", status, "one of " + ", ".join(_STATUSES))
         for key, text in (("name", name), ("instance", instance)):
             if text is not None and not isinstance(text, str):
@@ -723,7 +723,7 @@ class DistributedTimer:
             TimerNotFoundError: there is no such timer.
             InvalidTimerError: something cannot be used.
         """
-        if state is not None and state not in STATES:
+        if state is not None and not (isinstance(state, str) and state in STATES):
             raise invalid("state", state, "one of " + ", ".join(STATES))
         _check_page(offset, limit)
         id = None if timer is None else self._resolve(timer).id

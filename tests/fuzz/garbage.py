@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 import uuid
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone
@@ -60,10 +61,24 @@ json_values = st.recursive(
 ) | st.integers(min_value=20, max_value=120).map(_nested)
 
 
+def _is_told_by_hypothesis() -> bool:
+    """Say whether a failing example is being shown, and not used."""
+    frame = sys._getframe(2)
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(
+        "celery_dtimer"
+    ):
+        if str(frame.f_globals.get("__name__")).startswith("hypothesis.vendor"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class Hostile:
     """An object whose every method fails."""
 
     def __repr__(self) -> str:
+        if _is_told_by_hypothesis():
+            return "Hostile()"
         raise RuntimeError("no text")
 
     def __eq__(self, other: object) -> bool:
