@@ -508,10 +508,10 @@ class Membership:
 
     def _tidy(self) -> None:
         """Look for lost runs, repair a window of the queue, remove one-shots that ran long ago."""
-        lease = self._lease
+        lease = self._kept_lease()
         if lease is None:
             return
-        lease = self._scrub(lease)
+        lease = self._scrub(lease) and self._kept_lease()
         self._store.purge()
         lease = self._kept_lease()
         if self._clock() < self._look_for_lost_after or not self.looks_for_lost:

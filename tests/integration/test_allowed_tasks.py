@@ -106,7 +106,7 @@ def test_a_beat_sends_no_other_task_whatever_is_stored(
     read_queue: ReadQueue,
     start_timers: StartTimers,
 ) -> None:
-    keys, client = timers.store.keys, redis_server.client
+    keys, client = timers.store.base.keys, redis_server.client
     good = app.tasks["shop.good"]
     links = {"options": {"link": [dict(app.tasks["shop.evil"].s())]}}
     forged: dict[str, dict[str, Any]] = {

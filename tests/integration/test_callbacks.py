@@ -20,16 +20,6 @@ from tests.servers import RabbitMQ, RedisServer
 from tests.waiting import wait_until
 
 
-@pytest.fixture(autouse=True)
-def root_logger() -> Iterator[None]:
-    """Leave the root logger as it was: a worker sets its level and its handlers."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    yield
-    root.setLevel(level)
-    root.handlers[:] = handlers
-
-
 @pytest.fixture
 def timers(make_app: MakeApp) -> Iterator[DistributedTimer]:
     made = DistributedTimer(make_app(worker_hijack_root_logger=False))

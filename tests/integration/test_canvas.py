@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gc
 import json
-import logging
 import pickle
 import re
 import uuid
@@ -206,16 +205,6 @@ CHORDS = {
     or name in ("chord_of_one", "group_in_group")
 } | {"groups_in_a_chain"}
 BACKENDS = ["redis", "memory", "file"]
-
-
-@pytest.fixture(autouse=True)
-def root_logger() -> Iterator[None]:
-    """Leave the root logger as it was: a worker sets its level and its handlers."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    yield
-    root.setLevel(level)
-    root.handlers[:] = handlers
 
 
 @pytest.fixture

@@ -98,9 +98,9 @@ CASES = {
     "all well": "dispatched",
     "in the query": "dispatched",
     "in the options": "dispatched",
-    "wrong password": "Membership: ",
-    "refused": "Membership: ",
-    "frozen": "Membership: ",
+    "wrong password": "trying again",
+    "refused": "trying again",
+    "frozen": "trying again",
 }
 
 

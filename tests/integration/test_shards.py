@@ -25,7 +25,6 @@ from celery_dtimer.store import Message
 from celery_dtimer.worker import CallbackTimer
 from tests.conftest import MakeApp
 from tests.integration.conftest import START_MS
-from tests.integration.test_callbacks import root_logger
 from tests.integration.test_publisher import (
     ALWAYS,
     MakePublisher,
@@ -38,7 +37,7 @@ from tests.integration.test_publisher import (
 from tests.servers import RabbitMQ, RedisServer
 from tests.waiting import wait_until
 
-__all__ = ["make_publisher", "queues", "root_logger"]
+__all__ = ["make_publisher", "queues"]
 
 
 def shards_of(number: int = 1, shards: int = 3, **fields: Any) -> Run:

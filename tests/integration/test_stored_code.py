@@ -29,7 +29,7 @@ LOADERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "yam
 EVALUATES = {"eval", "exec", "compile", "__import__", "import_module", "symbol_by_name"}
 EXPECTED = {
     ("countdowns.py", "symbol_by_name"),  # of what the app's own configuration names
-    ("store.py", "eval"),  # Redis' EVAL, of a script of this package
+    ("connections.py", "eval"),  # Redis' EVAL, of a script of this package
 }
 
 
@@ -102,7 +102,7 @@ def test_a_stored_pickle_is_sent_or_set_aside_and_never_loaded(
     poisoned: str,
 ) -> None:
     app, client = make_app(dtimer_eta_threshold=1), redis_server.client
-    mark, keys = tmp_path / "mark", DistributedTimer(app).store.keys
+    mark, keys = tmp_path / "mark", DistributedTimer(app).store.base.keys
     bomb = pickle.dumps(Bomb(mark))
     data = base64.b64encode(bomb).decode()
     timers = start_timers(app)
@@ -146,7 +146,7 @@ def test_names_of_code_are_not_imported(
 ) -> None:
     app, client = make_app(), redis_server.client
     timers = DistributedTimer(app)
-    keys, reader = timers.store.keys, read_queue(app)
+    keys, reader = timers.store.base.keys, read_queue(app)
     changes: dict[str, dict[str, Any]] = {
         "schedule": {
             "schedule": {"custom": f"{poisoned}.Schedule", "repr": f"{poisoned}.Schedule()"}

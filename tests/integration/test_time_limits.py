@@ -80,7 +80,7 @@ CALLS: dict[str, Callable[[Store], Any]] = {
     "two in flight": lambda store: [store.begin_definitions(["a"])() for _ in range(2)],
     "a command": lambda store: store.pending_count(),
     "a look at all": lambda store: store.timer_ids(),
-    "the settings": lambda store: store.may_evict(),
+    "the settings": lambda store: store.configuration(["maxmemory"]),
     "a claim": lambda store: store.claim_run("task", "token", 1000),
     "a report of a worker": lambda store: store.run_ended(RUN, "succeeded"),
     "a hand-over": lambda store: store.leave("a", 1),

@@ -126,9 +126,9 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     send = Store._send
 
-    def count(self: Store, *command: Any) -> Any:
-        calls.append(str(command[0]))
-        return send(self, *command)
+    def count(self: Store, *commands: tuple[Any, ...]) -> Any:
+        calls.extend(str(command[0]) for command in commands)
+        return send(self, *commands)
 
     monkeypatch.setattr(Store, "_send", count)
     return calls
@@ -478,6 +478,7 @@ def test_a_worker_renews_what_it_runs_with_one_call(
         ]
         requests = set(map(Hashed, [active, *others]))
         monkeypatch.setattr(worker_state, "active_requests", requests)
+        renewals.step()  # loads the script
         store.client.zincrby(store.keys("run_leases"), -30_000, "run-1")
         leases.append(lease())
         calls = calls_of(monkeypatch)

@@ -232,7 +232,7 @@ SECRETS = ["alice", "pa55word", "queried"]
             "sentinel://:pa55word@a;sentinel://:pa55word@b:2/3",
             "sentinel://**@a;sentinel://**@b:2/3",
         ),
-        ("sentinel://a:1;alice:pa55word@b:2", "sentinel://a:1;sentinel://**@b:2"),
+        ("sentinel://a:1;alice:pa55word@b:2", "sentinel://a:1;**@b:2"),
         ("redis+cluster://alice:pa55word@a:1,b:2/0", "redis+cluster://**@a:1,b:2/0"),
         ("rediss+cluster://a:1,b:2?password=queried", "rediss+cluster://a:1,b:2"),
         ("embedded:///data", "embedded:///data"),
