@@ -353,6 +353,8 @@ def test_rabbitmq_that_is_frozen(shared_rabbitmq: RabbitMQ, make_app: MakeApp) -
         assert timers.get_service_instances() == []
     finally:
         shared_rabbitmq.thaw()
+        del publisher, timers
+        gc.collect()  # here, where the warning is expected
 
 
 def test_a_lease_is_not_trusted_longer_than_a_hanging_call_takes(settings: Settings) -> None:
