@@ -4,11 +4,10 @@
 -- Returns how many were new here.
 -- Worst case: O(runs of the call * log runs that are out).
 
-redis.call('HLEN', RUNNING)
 redis.call('ZCARD', RUN_LEASES)
 local arrived = 0
 for i = 2, #ARGV, 3 do
-  if redis.call('HEXISTS', RUNNING, ARGV[i]) == 0 then
+  if not redis.call('HGET', RUNNING, ARGV[i]) then
     put_lease(ARGV[i], ARGV[i + 1], ARGV[i + 2])
     arrived = arrived + 1
   end

@@ -329,8 +329,11 @@ def garbage() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("garbage")
-def test_rabbitmq_that_is_frozen(shared_rabbitmq: RabbitMQ, make_app: MakeApp) -> None:
+def test_rabbitmq_that_is_frozen(
+    shared_rabbitmq: RabbitMQ, make_app: MakeApp, request: pytest.FixtureRequest
+) -> None:
     """To say good-bye takes two calls: for the channel, and for the connection."""
+    request.addfinalizer(gc.collect)  # here, where the warning is expected
     as_shipped = {name: value for name, value in defaults().items() if name.endswith("_timeout")}
     app = make_app(broker_url=shared_rabbitmq.url, dtimer_redis_url=make_app().conf.broker_url)
     timers = DistributedTimer(make_app(**{**app.conf.changes, **as_shipped}))
@@ -353,8 +356,6 @@ def test_rabbitmq_that_is_frozen(shared_rabbitmq: RabbitMQ, make_app: MakeApp) -
         assert timers.get_service_instances() == []
     finally:
         shared_rabbitmq.thaw()
-        del publisher, timers
-        gc.collect()  # here, where the warning is expected
 
 
 def test_a_lease_is_not_trusted_longer_than_a_hanging_call_takes(settings: Settings) -> None:

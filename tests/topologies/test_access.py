@@ -108,6 +108,7 @@ def test_the_documented_rights_are_enough_and_none_too_many(
     _break_a_timer(deployment, guarded.server)
     _change_beats(deployment, beats, as_beat)
     wait_until(lambda: any(each.unreplicated for each in timers.get_service_instances()), "WAIT")
+    assert timers.reshard(2)
 
     told = {entry.partition(": ")[2] for entry in guarded.denied()}
     assert told <= OPTIONAL, guarded.denied()
@@ -142,6 +143,8 @@ def _use_the_api(deployment: Deployment) -> None:
     assert timers.get_counts().sent
     assert timers.get_runs("callback")
     assert timers.why("timer-003", datetime.now(timezone.utc))
+    assert timers.doctor(worker_timeout=0)
+    assert all(each.ok for each in timers.audit(datetime.now(timezone.utc) - timedelta(hours=1)))
     deployment.assert_consistent()
     deployment.app.conf.dtimer_eta_threshold = 0
     waiting = deployment.app.send_task("record", countdown=60)
@@ -208,7 +211,7 @@ def test_any_password_any_database_and_any_way_in(
     }[kind]
     store = make_store("memory://", dtimer_redis_url=url)
     assert store.register("a", {}).epoch
-    assert not store.may_evict()
+    assert store.configuration(["maxmemory"]) == {}
     with redis.Redis(port=odd.port, db=15) as client:
         assert client.exists(store.keys("meta"))
 
