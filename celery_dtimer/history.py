@@ -18,6 +18,7 @@ from typing import NamedTuple
 from celery_dtimer import planning
 from celery_dtimer.model import UNASSIGNED, Definition, TimerState, to_datetime
 from celery_dtimer.schedules import Custom
+from celery_dtimer.store import maybe_whole
 
 #: A moment means the run that is nearest to it, within so many ms: people give no fractions.
 NEAR_MS = 999
@@ -82,7 +83,7 @@ def sent_in(entry: Mapping[str, str], id: str | None = None) -> Iterator[tuple[s
 
 
 def _are_whole(texts: list[str], count: int) -> bool:
-    return len(texts) == count and all(text.isascii() and text.isdigit() for text in texts)
+    return len(texts) == count and all(maybe_whole(text) is not None for text in texts)
 
 
 def explain(

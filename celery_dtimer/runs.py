@@ -290,12 +290,12 @@ def _queued(store: Shards, sent: Mapping[tuple[str, datetime], _Sent]) -> list[R
     for (timer, due), (at, instance, number) in sent.items():
         state, task_id = states[timer], None
         due_ms = to_ms(due)
-        if state is not None and number.isdigit() and state.created_ms <= due_ms:
+        counted = maybe_whole(number)
+        if state is not None and counted is not None and state.created_ms <= due_ms:
             service = store.settings.service
             nothing: Any = None
-            run = Run(service, "", timer, timer, state.created_ms, due_ms, int(number), nothing)
+            run = Run(service, "", timer, timer, state.created_ms, due_ms, counted, nothing)
             task_id = run.id_of("")
-        counted = int(number) if number.isdigit() else None
         records.append(
             RunRecord(timer, due, QUEUED, counted, task_id, instance=instance, sent_at=at)
         )

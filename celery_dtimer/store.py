@@ -1392,7 +1392,9 @@ class Store:
         while True:
             with self._errors():
                 page = self.client.xrange(self.keys("history"), start, "+", count=_HISTORY_PAGE)
-            yield from ({**entry, "at": id.partition("-")[0]} for id, entry in page)
+            yield from (
+                {**entry, "at": str(_moment_of(int(id.partition("-")[0])))} for id, entry in page
+            )
             if len(page) < _HISTORY_PAGE:
                 return
             start = f"({page[-1][0]}"
@@ -1543,7 +1545,9 @@ class Store:
         while True:
             with self._errors():
                 page = self.client.xrevrange(self.keys(stream), end, "-", count=_HISTORY_PAGE)
-            yield from ({**entry, "at": id.partition("-")[0]} for id, entry in page)
+            yield from (
+                {**entry, "at": str(_moment_of(int(id.partition("-")[0])))} for id, entry in page
+            )
             if len(page) < _HISTORY_PAGE:
                 return
             end = f"({page[-1][0]}"

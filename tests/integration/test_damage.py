@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -199,3 +200,23 @@ def test_no_key_of_the_service_is_needed_for_long(
     wait_until(lambda: not timers.check_consistency(), "the repair", 10)
     assert timers.get_timer("paused").status == "paused"
     wait_until(lambda: "paused" in {each.name for each in timers.get_timers()}, "its list", 10)
+
+
+def test_a_history_whose_entries_are_of_the_far_future_is_told(
+    make_app: MakeApp, redis_server: RedisServer
+) -> None:
+    timers = DistributedTimer(make_app())
+    id = timers.create_timer("t", 60, "record")
+    due_ms = redis_server.now_ms()
+    far = f"{2**63}-1"
+    redis_server.client.xadd(
+        timers.store.base.keys("history"), {"instance": "a", "sent": f"{id} {due_ms} 1"}, id=far
+    )
+    redis_server.client.xadd(
+        timers.store.base.keys("runs"),
+        {"task_id": "x", "timer": id, "due": due_ms, "state": "odd"},
+        id=far,
+    )
+    due = datetime.fromtimestamp(due_ms / 1000, timezone.utc)
+    assert "was sent at 9999" in timers.why("t", due)
+    assert [run.state for run in timers.get_runs("t")] == ["odd"]

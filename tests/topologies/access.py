@@ -7,7 +7,16 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "redis.md"
 #: What beats and redis-py try, and do without.
-OPTIONAL = {"scan", "info", "xinfo|stream", "config|get", "client|setinfo", "client|maint_notifications", "config", "client"}
+OPTIONAL = {
+    "scan",
+    "info",
+    "xinfo|stream",
+    "config|get",
+    "client|setinfo",
+    "client|maint_notifications",
+    "config",
+    "client",
+}
 
 
 def documented() -> dict[str, list[str]]:

@@ -48,6 +48,12 @@ def test_lines_of_the_timer_become_records_and_others_do_not() -> None:
     ]
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "253402300800000", "\u00b2", "-1", ""])
+def test_a_line_with_a_moment_that_nothing_has_is_left_out(number: str) -> None:
+    lines = {"sent": f"t {number} 1", "skipped": f"t paused 1 {number} {number}"}
+    assert list(records([{"at": "7", **lines}], "t")) == []
+
+
 def test_a_run_that_was_sent_is_told_with_its_instance_and_lag() -> None:
     said = ask(NOW, Sent(NOW + 1500, "h:1:x", NOW, "7"))
     assert said == (
