@@ -52,8 +52,6 @@ def reshard(
             "Service %s: from %s to %s shards",
             *(shards.settings.service, layout.shards, layout.wanted),
         )
-    elif layout.shards != count:  # somebody else has completed it, and begun anew
-        return reshard(shards, count, on_progress)
     for store in shards.stores:
         store.mark_layout(layout.number)
     if not layout.is_moving:
