@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import socket
 import threading
 import time
@@ -154,6 +155,8 @@ class Membership:
         self._lease: Lease | None = None
         self._epoch = 0  # of the last registration
         self._refused_epoch = 0
+        self._registered = -math.inf  # when that was last,
+        self._register_after = 0.0  # and when it may be again
         self._stalled_after = clock() + self._settings.call_timeout
         self._next_check = 0.0
         self._scrubber = Scrubber(store)
@@ -181,7 +184,9 @@ class Membership:
     def lease(self) -> Lease | None:
         """The lease that is valid now, or None: then nothing may be dispatched."""
         lease = self._lease
-        return lease if lease is not None and lease.is_valid(self._clock()) else None
+        if lease is None or lease.epoch <= self._refused_epoch:
+            return None
+        return lease if lease.is_valid(self._clock()) else None
 
     def may_act(self, lease: Lease) -> bool:
         """Say whether a lease may still be acted on: its epoch is current and trusted."""
@@ -267,6 +272,10 @@ class Membership:
     def _step(self) -> float:
         if self._gives_up_stalled():
             return self._settings.heartbeat_interval / 4
+        if (until_registration := self._register_after - self._clock()) > 0:
+            lease = self._lease
+            if lease is None or lease.epoch <= self._refused_epoch:
+                return until_registration
         heartbeat = self._renew()
         if heartbeat is None:
             return 0.0
@@ -373,6 +382,10 @@ class Membership:
                 self._settings.service,
             )
         self._epoch, self._replays = answer.epoch, 0
+        # Refused again and again, the loop and this speak to two servers: that takes its time.
+        now, interval = self._clock(), self._settings.heartbeat_interval
+        self._register_after = now + interval / 4 if now - self._registered < interval else 0.0
+        self._registered = now
         self._stored_report = report
         self._must_rebalance = True
         self._next_check = 0.0

@@ -615,6 +615,8 @@ class Store:
                 value = _unless_error(found[0])
             if hear is not None:
                 hear(found[1])
+            if value == _FENCED:  # a master that was replaced says so too
+                self._reconnect()
             return _checked(name, value)
 
         return finish

@@ -509,6 +509,21 @@ def test_a_new_registration_says_all_that_was_reported(make_member: MakeMember) 
     assert _told(member) == ("atomic", "why", "down")
 
 
+def test_who_is_refused_again_and_again_registers_at_intervals(make_member: MakeMember) -> None:
+    """The loop may speak to a master that was replaced, which knows no new epoch."""
+    a = make_member("a")
+    a.step()
+    epochs = [a.lease.epoch]
+    for _ in range(100):
+        a.membership.report_fenced(epochs[-1])
+        assert a.membership.lease is None, "nothing is sent by an epoch that was refused"
+        a.step()
+        if a.membership.lease is not None:
+            epochs.append(a.lease.epoch)
+        a.service.clock.advance(0.05)
+    assert 2 <= len(epochs) <= 2 + 5 / 1.25
+
+
 def test_a_report_of_an_epoch_that_is_over_waits_for_the_next_one(
     make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
