@@ -396,7 +396,8 @@ class Membership:
             answer.epoch,
         )
         self._tell(instance_joined, instance=identity.instance, epoch=answer.epoch)
-        self._say_risks()
+        if self._store.keys.shard in ("", "0"):  # said once, of how many shards ever
+            self._say_risks()
         trusted_until = started + _MARGIN * self._settings.instance_timeout
         return Lease(identity.instance, answer.epoch, trusted_until, answer.now_ms, answer.members)
 

@@ -25,11 +25,15 @@ if not redis.call('ZSCORE', seen, digest) then
   redis.call('ZADD', seen, whole(math.max(NOW, tonumber(latest or 0) + 1)), digest)
   redis.call('ZREMRANGEBYRANK', seen, 0, -KEPT - 1)
 end
-if fields(key('instance', id), 'declaration')[1] ~= digest then
+local former = fields(key('instance', id), 'declaration')[1]
+if former ~= digest then
   count_change()
 end
 redis.call('HSET', key('instance', id), 'source', source, 'declaration', digest)
 redis.call('HDEL', key('instance', id), 'declaring')
+if former ~= digest then
+  drop_declaration(former)
+end
 local own = tonumber(redis.call('ZSCORE', seen, digest))
 for _, instance in ipairs(registered()) do
   local row = fields(key('instance', instance.id), 'source', 'declaration')

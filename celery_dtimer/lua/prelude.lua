@@ -598,6 +598,20 @@ local function raise_schema()
   end
 end
 
+-- Forget a declaration, or false, that no instance has any more.
+local function drop_declaration(declaration)
+  if not declaration then
+    return
+  end
+  for _, other in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
+    local row = fields(key('instance', other), 'declaration', 'declaring')
+    if row[1] == declaration or row[2] == declaration then
+      return
+    end
+  end
+  redis.call('DEL', key('declaration', declaration))
+end
+
 -- Remove an instance that owns nothing any more.
 local function forget(id)
   local declaration = fields(key('instance', id), 'declaration')[1]
@@ -605,15 +619,7 @@ local function forget(id)
   redis.call('DEL', key('instance', id), key('instance_timers', id))
   count_change()
   raise_schema()
-  if declaration then
-    for _, other in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
-      local row = fields(key('instance', other), 'declaration', 'declaring')
-      if row[1] == declaration or row[2] == declaration then
-        return
-      end
-    end
-    redis.call('DEL', key('declaration', declaration))
-  end
+  drop_declaration(declaration)
 end
 
 -- Silence of everybody is no death: when the newest heartbeat is more than two intervals away from now, everybody gets

@@ -2875,6 +2875,19 @@ def test_declare_is_not_cut_by_another_that_goes_meanwhile(service: Service) -> 
     assert _undeclare(service, "c", c, "x") == []
 
 
+def test_declare_anew_leaves_nothing_of_the_one_before_unless_others_have_it(
+    service: Service,
+) -> None:
+    first, second = service.join("a"), service.join("b")
+    for instance, epoch in (("a", first), ("b", second)):
+        service.store.declare(instance, epoch, "app", "old", ["x"])
+    service.store.declare("a", first, "app", "new", ["x"])
+    assert service.redis.exists(service.keys("declaration", "old"))
+    service.store.declare("b", second, "app", "new", ["x"])
+    assert not service.redis.exists(service.keys("declaration", "old"))
+    assert service.redis.exists(service.keys("declaration", "new"))
+
+
 def test_declare_leaves_nothing_of_what_nobody_declares(service: Service) -> None:
     a, b = service.join("a"), service.join("b")
     _declare(service, "a", a, "one", "x")
