@@ -270,7 +270,7 @@ class Dispatcher:
         return Pass(
             sent=counts["run"],
             set_aside=counts["broken"] + counts["unreadable"] + counts["missing"],
-            postponed=counts["refused"] + counts["lacking"],
+            postponed=counts["refused"],
             more=following is None or has_helped,
             next_in=None if following is None else self._seconds_to_next(following),
             broker_down=tally.broker_down,
@@ -729,13 +729,11 @@ def _set_aside(timer: DueTimer, why: InvalidTimerError | None) -> Settlement:
         state = timer.status or "gone"
         logger.error("Timer %s is not an active one (%s): out of the queue", timer.id, state)
         return Settlement(timer, "missing")
-    if isinstance(why, LackingError):
-        logger.warning("Timer %s goes to another instance: %s", timer.id, why)
-        return Settlement(timer, "lacking", delay_ms=_LACKING_MS)
-    if isinstance(why, NewerError):
+    if isinstance(why, (LackingError, NewerError)):
         level = logging.DEBUG if timer.refusals else logging.WARNING
-        logger.log(level, "Timer %s is left to an instance that can read it: %s", timer.id, why)
-        return Settlement(timer, "lacking", delay_ms=_LACKING_MS, schema=why.schema)
+        logger.log(level, "Timer %s is left to another instance: %s", timer.id, why)
+        schema = why.schema if isinstance(why, NewerError) else 0
+        return Settlement(timer, "lacking", delay_ms=_LACKING_MS, schema=schema)
     logger.error("Timer %s is broken and set aside: %s", timer.id, why)
     return Settlement(timer, "broken" if timer.is_readable else "unreadable", reason=str(why))
 

@@ -88,7 +88,6 @@ def arm(
     *,
     last_run_ms: int | None = None,
     adopt: bool = False,
-    revive: bool = False,
     wakes: bool = True,
 ) -> Arming | None:
     """Return how an upsert leaves the timer, or None when it changes nothing.
@@ -97,7 +96,8 @@ def arm(
       stopped or broken, unless it is not to wake anything.
     - With the schedule unchanged the phase is kept; a timer that has no run left stays as it is,
       unless it now may go further.
-    - A paused timer stays paused; a broken one becomes active with any new definition.
+    - A paused timer stays paused. A broken one is tried again with any definition, the same too:
+      the code that it failed on may be another by now, or what is stored of it is gone.
 
     Args:
         definition: what is to be stored.
@@ -106,15 +106,13 @@ def arm(
         last_run_ms: when a timer that is new here ran last.
         adopt: the timer is to be written even when its definition is the same, since its source
             changes.
-        revive: a broken timer is to be tried again even when its definition is the same, since
-            the code that it failed on may be another by now.
         wakes: a timer that does not run may do so with another schedule.
     """
     if existing is None:
         if last_run_ms is None:
             return _start(definition, now_ms)
         return _go_on(definition, last_run_ms, now_ms)
-    if _is_broken(existing) and revive:
+    if _is_broken(existing) and wakes:
         return _start(definition, now_ms)
     if existing.revision == definition.revision:
         return _keep(existing, definition) if adopt and not existing.is_finished else None
@@ -195,7 +193,7 @@ def _rearm(existing: TimerState, definition: Definition, now_ms: int) -> Arming 
         return _rebound(existing, definition, now_ms)
     if existing.is_finished:
         return None
-    if _is_broken(existing) or existing.due_ms is None:
+    if existing.due_ms is None:
         return _start(definition, now_ms, _woken(existing))
     return _keep(existing, definition)
 
@@ -207,7 +205,7 @@ def _rebound(existing: TimerState, definition: Definition, now_ms: int) -> Armin
     is_spent = max_runs is not None and existing.runs >= max_runs
     if existing.is_finished and (is_spent or (has_run and _is_single(definition))):
         return None
-    is_over = existing.is_finished or existing.reason == ENDED or _is_broken(existing)
+    is_over = existing.is_finished or existing.reason == ENDED
     status = _woken(existing) if is_over else existing.status
     start = _armed(definition, None, status) if is_spent else _start(definition, now_ms, status)
     if is_over or is_spent or existing.due_ms is None:

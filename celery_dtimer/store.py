@@ -1093,7 +1093,6 @@ class Store:
                 now_ms,
                 last_run_ms=last_runs_ms.get(definition.name),
                 adopt=bool(source and state and state.source != static_source),
-                revive=bool(source),
             )
 
         changed = 0

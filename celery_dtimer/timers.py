@@ -313,9 +313,10 @@ class DistributedTimer:
         """Create a timer, or update the one of that name; return its id.
 
         A new interval timer runs first one interval after its creation, or at its ``start_at``.
-        Creating the same again changes nothing; another schedule starts the timer anew; whatever
-        else is changed keeps its phase. No timer runs for a moment before it was created, resumed
-        or given its schedule, but for a single run whose moment has come: that runs at once.
+        Creating the same again changes nothing, but that a broken timer is tried again; another
+        schedule starts the timer anew; whatever else is changed keeps its phase. No timer runs for
+        a moment before it was created, resumed or given its schedule, but for a single run whose
+        moment has come: that runs at once.
 
         Args:
             name: any text; it identifies the timer.
@@ -1160,9 +1161,8 @@ class DistributedTimer:
         """
         blob = self.store.definitions([state.id])[0]
         if state.is_finished or blob is None:
-            raise InvalidTimerError(
-                f"timer {shown(timer)} has had its last run and is over; create it again"
-            )
+            why = "has had its last run and is over" if state.is_finished else "has no definition"
+            raise InvalidTimerError(f"timer {shown(timer)} {why}; create it again")
         return decode_definition(blob)
 
 

@@ -107,6 +107,8 @@ def test_a_damaged_definition_stops_only_its_timer(
     wait_until(lambda: len(reader.ledger.slots("good")) >= 3, "the other timer to run on")
     assert "victim" not in reader.ledger.names()
     assert timers.get_timer(victim).status == "broken"
+    timers.create_timer("victim", 0.5, "record")
+    wait_until(lambda: "victim" in reader.ledger.names(), "the timer that is created again to run")
 
 
 @pytest.mark.parametrize(

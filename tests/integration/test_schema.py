@@ -257,7 +257,7 @@ def test_a_newer_definition_stays_as_it_is_and_stops_no_other(
     state = service.state(timer.id)
     assert (state.status, state.due_ms) == ("active", START_MS + 10_000)
     assert service.store.definitions([timer.id]) == [blob]
-    told = [text for text in caplog.messages if "is left to an instance" in text]
+    told = [text for text in caplog.messages if "is left to another instance" in text]
     assert len(told) == 1
     assert 2 <= state.attempts <= 4, "it is looked at now and then"
 

@@ -80,15 +80,16 @@ def test_a_one_shot_that_ran_elsewhere_is_over() -> None:
     assert planning.arm(define(PAST), None, NOW, last_run_ms=NOW) == ENDED
 
 
-STATUSES: tuple[Status, ...] = ("active", "paused", "stopped", "broken")
-
-
-@pytest.mark.parametrize("status", STATUSES)
+@pytest.mark.parametrize("status", ["active", "paused", "stopped"])
 def test_the_same_definition_changes_nothing(status: Status) -> None:
     assert planning.arm(define(), stored(define(), status), NOW) is None
 
 
-@pytest.mark.parametrize("status", STATUSES)
+def test_the_same_definition_changes_nothing_where_a_broken_timer_is_not_to_wake() -> None:
+    assert planning.arm(define(), stored(define(), "broken"), NOW, wakes=False) is None
+
+
+@pytest.mark.parametrize("status", ["active", "paused", "stopped"])
 def test_a_new_source_is_written_without_another_phase(status: Status) -> None:
     existing = stored(define(), status, at_ms=NOW + 1, reason="a reason")
     arming = planning.arm(define(), existing, NOW, adopt=True)
@@ -127,8 +128,12 @@ def test_new_arguments_keep_status_and_phase(status: Status) -> None:
     assert arming == Arming(status, keeps_due=True)
 
 
-def test_new_arguments_mend_a_broken_timer() -> None:
-    arming = planning.arm(define(args=[1]), stored(define(), "broken"), NOW)
+@pytest.mark.parametrize("args", [[], [1]])
+@pytest.mark.parametrize("due_ms", [None, NOW - 1])
+def test_a_broken_timer_that_is_created_again_runs_again(
+    args: list[int], due_ms: int | None
+) -> None:
+    arming = planning.arm(define(args=args), stored(define(), "broken", due_ms), NOW)
     assert arming == Arming("active", delay_ms=EVERY)
 
 
