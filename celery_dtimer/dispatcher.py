@@ -636,7 +636,7 @@ class Dispatcher:
                     message.published()
                 if is_heard:
                     self._announcer.settled(settlement, lease.instance)
-                if is_countdown_id(settlement.timer.id):
+                if settlement.done == "broken" or is_countdown_id(settlement.timer.id):
                     self._definitions.forget(settlement.timer.id)
             elif code == PUSH_REFUSED:
                 put_off.extend(self._refused_push(settlement, next(errors), tally))
