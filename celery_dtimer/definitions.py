@@ -83,7 +83,7 @@ class Definitions:
         return found
 
     def forget(self, id: str) -> None:
-        """Drop the definition of a timer that is over, or broken: it is read again if it goes on."""
+        """Drop the definition of a timer that is over, or broken: if it goes on, it is read anew."""
         dropped = self._kept.pop(id, None)
         if dropped is not None:
             self._bytes -= dropped.size
