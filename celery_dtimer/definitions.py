@@ -83,7 +83,7 @@ class Definitions:
         return found
 
     def forget(self, id: str) -> None:
-        """Drop the definition of a timer that is over, or broken: if it goes on, it is read anew."""
+        """Drop the definition of a timer that is over, or broken, and may be read anew."""
         dropped = self._kept.pop(id, None)
         if dropped is not None:
             self._bytes -= dropped.size
