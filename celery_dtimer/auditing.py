@@ -83,8 +83,8 @@ def audit_store(
     """
     timers = [
         timer
-        for each, its in _where(store, store.timer_ids() if ids is None else ids)
-        for timer in _timers(each, its)
+        for each in (store.stores if isinstance(store, Shards) else [store])
+        for timer in _timers(each, each.timer_ids() if ids is None else ids)
     ]
     kept_since_ms = store.history_begin()
     ledgers = _ledgers(all_records(store.history(max(0, since_ms))))
@@ -100,13 +100,6 @@ def audit_store(
         )
         for now_ms, state, definition in timers
     ]
-
-
-def _where(store: Store | Shards, ids: Sequence[str]) -> Iterator[tuple[Store, list[str]]]:
-    """Yield the stores that may have some timers, with these."""
-    stores = store.stores if isinstance(store, Shards) else [store]
-    for each in stores:
-        yield each, list(ids)
 
 
 def _timers(

@@ -905,18 +905,7 @@ class Store:
 
     def information(self, *sections: str) -> dict[str, Any]:
         """Return what the server says of itself, {} when it does not."""
-        found: dict[str, Any] = {}
-        with self._errors():
-            client = self.client
-            pipe = client.pipeline(transaction=False)
-            for section in sections:
-                pipe.info(section)
-            for answer in pipe.execute(raise_on_error=False):
-                if isinstance(answer, RedisError) and is_passing(answer):
-                    raise answer
-                if isinstance(answer, dict):
-                    found |= answer
-        return found
+        return self._known_of_server(lambda pipe: [pipe.info(section) for section in sections])
 
     def stored_schema(self) -> int:
         """Return the schema of what is stored, 0 when none was noted yet."""
@@ -931,17 +920,20 @@ class Store:
 
     def configuration(self, names: Iterable[str]) -> dict[str, str]:
         """Return parameters of the server's configuration, without those that it does not tell."""
-        found: dict[str, str] = {}
+        found = self._known_of_server(lambda pipe: [pipe.config_get(name) for name in names])
+        return {str(name): str(value) for name, value in found.items()}
+
+    def _known_of_server(self, ask: Callable[[Any], object]) -> dict[str, Any]:
+        """Return what the server answers to what is asked on a pipeline; refusals are left out."""
+        found: dict[str, Any] = {}
         with self._errors():
-            client = self.client
-            pipe = client.pipeline(transaction=False)
-            for name in names:
-                pipe.config_get(name)
+            pipe = self.client.pipeline(transaction=False)
+            ask(pipe)
             for answer in pipe.execute(raise_on_error=False):
                 if isinstance(answer, RedisError) and is_passing(answer):
                     raise answer
                 if isinstance(answer, dict):
-                    found |= {str(name): str(value) for name, value in answer.items()}
+                    found |= answer
         return found
 
     # -- firing
