@@ -17,14 +17,23 @@ from typing import Any, Literal, NamedTuple
 from celery import Celery
 
 from celery_dtimer import consistency
+from celery_dtimer.allowed import tasks_of
 from celery_dtimer.errors import (
     DistributedTimerError,
+    InvalidTimerError,
     StoreError,
     StoreUnavailableError,
     shown,
 )
-from celery_dtimer.model import SCHEMA, UNASSIGNED, Instance, Timer, TimerState, to_ms
-from celery_dtimer.options import CANVAS_KINDS
+from celery_dtimer.model import (
+    SCHEMA,
+    UNASSIGNED,
+    Instance,
+    Timer,
+    TimerState,
+    decode_definition,
+    to_ms,
+)
 from celery_dtimer.precautions import PARAMETERS, risks
 from celery_dtimer.publisher import Publisher
 from celery_dtimer.sharding import Shards
@@ -284,8 +293,19 @@ def take_census(store: Store, instances: Sequence[Instance]) -> Census:
         situation = _Situation(now_ms, round(lag_ms), round(timeout_ms), known)
         for state, blob in zip(states, store.definitions(page), strict=True):
             if state is not None:
-                _count(census, state, Timer.from_stored(state, blob), situation)
+                timer = Timer.from_stored(state, blob)
+                _count(census, state, timer, situation)
+                for task in _tasks(blob):
+                    census.tasks[task].append(timer.name or state.id)
     return census
+
+
+def _tasks(blob: str | None) -> set[str]:
+    """Return what a definition sends, or has workers send; nothing if it can not be read."""
+    try:
+        return set(tasks_of(decode_definition(blob))) if blob else set()
+    except InvalidTimerError:
+        return set()
 
 
 def _count(census: Census, state: TimerState, timer: Timer, situation: _Situation) -> None:
@@ -299,8 +319,6 @@ def _count(census: Census, state: TimerState, timer: Timer, situation: _Situatio
             census.overdue[why].append(name)
         elif timer.status == "broken":
             census.damaged.append(name)
-    if timer.task:
-        census.tasks[timer.task].append(name)
 
 
 def _why_overdue(state: TimerState, timer: Timer, situation: _Situation) -> str | None:
@@ -416,7 +434,7 @@ def _workers(
     unknown = {
         task: names
         for task, names in tasks.items()
-        if task not in known and task not in CANVAS_KINDS and not task.startswith("celery.")
+        if task not in known and not task.startswith("celery.")
     }
     if unknown:
         rows = [f"{shown(task)} ({_listed(names)})" for task, names in sorted(unknown.items())]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery.canvas import Signature
 from celery.contrib.testing.worker import start_worker
 
 from celery_dtimer import DistributedTimer, Finding, InvalidTimerError
@@ -361,6 +362,9 @@ def test_tasks_that_no_worker_knows_are_told(worker_app: Any) -> None:
     found = checks(timers)["tasks"]
     assert found.severity == "warning"
     assert found.found == "none of the 1 workers knows 'no.such.task' (bad)"
+    timers.delete_timer("bad")
+    timers.create_timer("bad canvas", 3600, worker_app.tasks["known"].si() | Signature("gone"))
+    assert checks(timers)["tasks"].found == "none of the 1 workers knows 'gone' (bad canvas)"
 
 
 @pytest.mark.parametrize("seconds", [-1, 61, True, "1", float("nan")])
