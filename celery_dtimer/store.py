@@ -64,7 +64,7 @@ from celery_dtimer.model import (
     to_datetime,
 )
 from celery_dtimer.planning import Plan, Skip
-from celery_dtimer.settings import Settings
+from celery_dtimer.settings import MOST_SHARDS, Settings
 from celery_dtimer.version import __version__
 
 #: Timers that one call of a script takes, so that it stays under 5 ms.
@@ -206,9 +206,16 @@ class Keys:
 @cache
 def script_source(name: str, schema: int = SCHEMA) -> str:
     """Return the text of a script with the prelude in front, as a schema's version has it."""
-    folder = resources.files("celery_dtimer") / "lua"
-    prelude, script = ((folder / f"{each}.lua").read_text() for each in ("prelude", name))
-    return f"local SCHEMA = {schema}\n{prelude}\n{script}"
+    return f"{prelude(schema)}\n{_lua(name)}"
+
+
+def prelude(schema: int = SCHEMA) -> str:
+    """Return what stands in front of every script."""
+    return f"local SCHEMA, MOST_SHARDS = {schema}, {MOST_SHARDS}\n{_lua('prelude')}"
+
+
+def _lua(name: str) -> str:
+    return (resources.files("celery_dtimer") / "lua" / f"{name}.lua").read_text()
 
 
 @cache
@@ -1861,8 +1868,9 @@ def maybe_whole(text: str) -> int | None:
 
 
 def _layout(answer: list[Any]) -> Layout:
-    shards, wanted, number, seen = answer
-    return Layout(shards, wanted, number, tuple(_number(text) for text in seen.split(" ")))
+    shards, wanted, number, texts = answer
+    seen = (_number(text) for text in texts.split(" "))  # it may have been edited by hand
+    return Layout(shards, wanted, number, tuple(each for each in seen if 0 < each <= MOST_SHARDS))
 
 
 def _turn(answer: list[str]) -> Turn:

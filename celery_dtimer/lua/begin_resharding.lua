@@ -6,13 +6,9 @@
 -- answer tells.
 -- Worst case: O(1).
 
-local row = fields(META, 'shards', 'shards_wanted', 'shards_seen')
-if row[1] ~= ARGV[2] and not row[2] then
-  local seen = row[3] or row[1] or '1'
-  if not string.find(' ' .. seen .. ' ', ' ' .. ARGV[2] .. ' ', 1, true) then
-    seen = seen .. ' ' .. ARGV[2]
-  end
-  redis.call('HSET', META, 'shards', row[1] or '1', 'shards_wanted', ARGV[2], 'shards_seen', seen)
-  redis.call('HINCRBY', META, 'layout', 1)
+local shards, wanted, known, seen = unpack(layout())
+if shards ~= tonumber(ARGV[2]) and wanted == 0 then
+  redis.call('HSET', META, 'shards', whole(shards), 'shards_wanted', ARGV[2], 'shards_seen', seen_with(seen, ARGV[2]),
+    'layout', whole(known + 1))
 end
 return layout()

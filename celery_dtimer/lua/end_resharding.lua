@@ -5,10 +5,9 @@
 -- Returns the layout as layout.lua does; when nothing was begun, nothing is written.
 -- Worst case: O(1).
 
-local wanted = fields(META, 'shards_wanted')[1]
-if wanted then
-  redis.call('HSET', META, 'shards', wanted)
+local _, wanted, known = unpack(layout())
+if wanted ~= 0 then
+  redis.call('HSET', META, 'shards', whole(wanted), 'layout', whole(known + 1))
   redis.call('HDEL', META, 'shards_wanted')
-  redis.call('HINCRBY', META, 'layout', 1)
 end
 return layout()

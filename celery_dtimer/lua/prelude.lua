@@ -104,10 +104,25 @@ if GIVEN_LAYOUT ~= '' and number(fields(META, 'layout_here')[1], 0) > tonumber(G
   return ELSEWHERE
 end
 
+-- A field's number of shards; nothing when it is not there, or was edited into what no service has.
+local function shards_in(text)
+  local found = number(text, 0)
+  return found >= 1 and found <= MOST_SHARDS and found % 1 == 0 and found or nil
+end
+
+-- The numbers of shards that a service has ever had, with one more.
+local function seen_with(seen, shards)
+  if not seen then
+    return shards
+  end
+  return string.find(' ' .. seen .. ' ', ' ' .. shards .. ' ', 1, true) and seen or seen .. ' ' .. shards
+end
+
 -- The layout of the service: see layout.lua.
 local function layout()
   local row = fields(META, 'shards', 'shards_wanted', 'layout', 'shards_seen')
-  return {number(row[1], 1), number(row[2], 0), number(row[3], 0), row[4] or row[1] or '1'}
+  local shards = shards_in(row[1]) or 1
+  return {shards, shards_in(row[2]) or 0, number(row[3], 0), seen_with(row[4], whole(shards))}
 end
 
 -- Says whether the instance is registered with this epoch.

@@ -17,7 +17,6 @@ from celery_dtimer.errors import FencedError, TooManyTimersError
 from celery_dtimer.model import (
     LAST_MS,
     ONCE,
-    SCHEMA,
     UNASSIGNED,
     Definition,
     decode_definition,
@@ -39,6 +38,7 @@ from celery_dtimer.store import (
     UnlinkedError,
     encode_name,
     is_forbidden,
+    prelude,
     scripts,
 )
 from tests.conftest import delete_prefix
@@ -857,10 +857,8 @@ def test_steal_lets_the_owner_before_commit_nothing(service: Service) -> None:
 
 
 def _most_lagging(service: Service, instance: str) -> object:
-    prelude = (resources.files("celery_dtimer") / "lua" / "prelude.lua").read_text()
-    prelude = f"local SCHEMA = {SCHEMA}\n{prelude}"
     keys = (service.keys("meta"), service.keys("never"))
-    text = f"{prelude}\nreturn most_lagging(ARGV[2]) or 'nobody'"
+    text = f"{prelude()}\nreturn most_lagging(ARGV[2]) or 'nobody'"
     return service.redis.eval(text, 2, *keys, "", instance)
 
 

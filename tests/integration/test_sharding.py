@@ -102,6 +102,25 @@ def test_layout_of_a_service_that_has_an_instance_is_one_too(service: Service) -
     assert service.store.read_layout(3).shards == 1
 
 
+WRONG = ("0", "-1", "65", "1e9", "nan", "inf", "2.5", "many", "")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_layout_that_was_edited_into_none_is_what_is_set(service: Service, wrong: str) -> None:
+    service.store.read_layout(3)
+    service.store.begin_resharding(5)
+    service.store.end_resharding()
+    service.add()
+    for field in ("shards", "shards_wanted", "layout"):
+        service.redis.hset(service.keys("meta"), field, wrong)
+    layout = service.store.read_layout(5)
+    assert (layout.shards, layout.wanted, layout.seen) == (5, 0, (3, 5))
+    assert service.store.begin_resharding(2)[:2] == (5, 2)
+    assert service.store.end_resharding()[:2] == (2, 0)
+    service.redis.hset(service.keys("meta"), "shards_seen", f"3 {wrong}")
+    assert set(service.store.read_layout(2).seen) <= {2, 3}
+
+
 @pytest.mark.parametrize("configured", [1, 2, 4])
 def test_a_setting_that_differs_from_the_layout_is_refused(
     make_service: MakeService, configured: int
