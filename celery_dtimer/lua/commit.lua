@@ -382,7 +382,7 @@ end
 call('HSET', instance, 'commit_sequence', sequence, 'commit_answer', answer, 'committed_at', whole(NOW))
 for name, by in pairs({sent = counts.run, skipped = passed, refused = counts.refused}) do
   if by > 0 then
-    call('HINCRBY', instance, name, by)
+    add_to(instance, name, by)
   end
 end
 return {answer, next_due()}

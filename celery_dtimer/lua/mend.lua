@@ -51,7 +51,7 @@ if #answer > 0 then
     redis.call('HSET', META, 'last_epoch', whole(last)) -- no epoch is handed out twice
   end
   raise_schema()
-  redis.call('HINCRBY', META, 'members', 1) -- the instances look at their static schedules again
+  count_change() -- the instances look at their static schedules again
   count('repaired', #answer / 3)
 end
 return answer

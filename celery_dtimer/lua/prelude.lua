@@ -200,14 +200,24 @@ local function note_sent(id, due, number)
   sent[#sent + 1] = id .. ' ' .. due .. ' ' .. number
 end
 
--- Count something in the service. No count holds anything up that was edited into something else.
+-- Add to a field of a hash; answers the sum. A count that was edited into something else begins anew, and holds nothing up.
+local function add_to(name, field, by)
+  local sum = redis.pcall('HINCRBY', name, field, by)
+  if type(sum) == 'table' then
+    redis.pcall('HSET', name, field, by)
+    return tonumber(by)
+  end
+  return sum
+end
+
+-- Count something in the service.
 local function count(what, by)
-  redis.pcall('HINCRBY', COUNTERS, what, by)
+  add_to(COUNTERS, what, by)
 end
 
 -- Count runs in a row that do not happen, in their timer and in the service: scheduled from a moment until another.
 local function note_skipped(id, reason, runs, first, last)
-  redis.pcall('HINCRBY', key('timer', id), 'skipped_' .. reason, runs)
+  add_to(key('timer', id), 'skipped_' .. reason, runs)
   count('skipped_' .. reason, runs)
   skipped[#skipped + 1] = table.concat({id, reason, runs, first, last}, ' ')
 end
@@ -249,7 +259,7 @@ end
 -- back without its last writes. What was sent since the moment `from`, of which it knows, may be sent again.
 local function note_replay(id, from, cap)
   local instance, until_ms = key('instance', id), whole(math.max(NOW, from))
-  redis.call('HINCRBY', instance, 'replays', 1)
+  add_to(instance, 'replays', 1)
   redis.call('HSET', instance, 'replayed_from', whole(from), 'replayed_until', until_ms)
   if cap ~= '0' then
     redis.pcall('XADD', HISTORY, 'MAXLEN', '~', cap, entry_id(HISTORY), 'instance', id, 'replayed',
@@ -533,14 +543,9 @@ local function erase_family(id)
   erase(id)
 end
 
--- Count a change of the membership; answers how many there were. A count that was edited into something else begins anew.
+-- Count a change of the membership; answers how many there were.
 local function count_change()
-  local answer = redis.pcall('HINCRBY', META, 'members', 1)
-  if type(answer) == 'table' then
-    redis.call('HSET', META, 'members', '1')
-    return 1
-  end
-  return answer
+  return add_to(META, 'members', 1)
 end
 
 -- Remove what is left of a timer whose hash is gone; set it aside as broken if something else is in the hash's place, or no

@@ -2165,8 +2165,17 @@ def test_commit_over_a_field_edited_by_hand_settles_all(
     assert service.state(other.id).runs == 1
     if done == "run":
         state = service.state(edited.id)
-        counted = 0 if field == "skipped_coalesced" else 3
-        assert (state.runs, state.skips.get("coalesced"), state.due_ms) == (1, counted, due_ms)
+        assert (state.runs, state.skips.get("coalesced"), state.due_ms) == (1, 3, due_ms)
+
+
+@pytest.mark.parametrize("kind", ["instance", "counters"])
+def test_commit_over_a_count_edited_by_hand_counts_anew(
+    service: Service, epoch: int, due: DueTimer, kind: str
+) -> None:
+    key = service.keys(kind, "a") if kind == "instance" else service.keys(kind)
+    service.redis.hset(key, "sent", "nonsense")
+    assert service.commit("a", epoch, service.ran(due)) == [1]
+    assert service.redis.hget(key, "sent") == "1"
 
 
 def test_commit_of_a_fenced_run_over_a_field_edited_by_hand_is_fenced(
