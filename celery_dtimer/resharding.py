@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from celery_dtimer.errors import ConflictError, StoreUnavailableError
 from celery_dtimer.moving import belonging, move
 from celery_dtimer.sharding import Shards, shards_of
-from celery_dtimer.store import Layout, Store
+from celery_dtimer.store import Layout, LayoutChangedError, Store
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ def reshard(
         on_progress: called after each batch with how many timers have moved so far.
 
     Raises:
-        ConflictError: it is being given another number of shards: that has to be completed first.
+        ConflictError: it is being given another number of shards: that has to be completed first;
+            or another call has given it others meanwhile.
         StoreError: Redis did not answer, or refused; calling again goes on.
     """
     layout = shards.base.begin_resharding(count)
@@ -57,15 +58,27 @@ def reshard(
     if not layout.is_moving:
         return 0
     _wait_for_instances(shards, layout)
-    moved = _Move(shards, on_progress).run()
-    layout = shards.take(shards.base.end_resharding())
+    mover = _Move(shards, on_progress)
+    try:
+        mover.run()
+        ended = shards.base.end_resharding(layout.number)
+    except LayoutChangedError:  # another call of this has completed it, if it goes on
+        ended = shards.base.read_layout(count)
+        if ended.number == layout.number:
+            raise
+    layout = shards.take(ended)
     for store in (shards.store(shard) for shard in shards_of(*layout.seen)):
         store.mark_layout(layout.number)
+    if (layout.shards, layout.wanted) != (count, 0):
+        raise ConflictError(
+            f"the service {shards.settings.service} is being given "
+            f"{layout.wanted or layout.shards} shards by another call meanwhile"
+        )
     logger.info(
         "Service %s has %s shards: %s timers moved",
-        *(shards.settings.service, layout.shards, moved),
+        *(shards.settings.service, layout.shards, mover.moved),
     )
-    return moved
+    return mover.moved
 
 
 def _wait_for_instances(shards: Shards, layout: Layout) -> None:
@@ -93,17 +106,18 @@ class _Move:
     def __init__(self, shards: Shards, on_progress: Callable[[int], None]) -> None:
         self._shards = shards
         self._on_progress = on_progress
-        self._moved = 0
+        self.moved = 0  #: timers so far
 
-    def run(self) -> int:
+    def run(self) -> None:
+        """Move all; it ends when nothing is left."""
         sources = self._shards.stores
         until = None
         while True:
-            before = self._moved
+            before = self.moved
             waiting = sum(self._pass(store) for store in sources)
             if not waiting:
                 break
-            if self._moved > before or until is None:
+            if self.moved > before or until is None:
                 until = time.monotonic() + _PATIENCE * self._shards.settings.instance_timeout
             elif time.monotonic() > until:
                 raise StoreUnavailableError(
@@ -114,7 +128,6 @@ class _Move:
         for store in sources:
             self._move_leases(store)
             self._move_letters(store)
-        return self._moved
 
     def _pass(self, source: Store) -> int:
         """Move what a shard has of others; return how many timers can not be moved now."""
@@ -125,8 +138,8 @@ class _Move:
             for target, its in away.items():
                 busy = move(source, target, its)
                 waiting += len(busy)
-                self._moved += len(its) - len(busy)
-                self._on_progress(self._moved)
+                self.moved += len(its) - len(busy)
+                self._on_progress(self.moved)
         return waiting
 
     def _move_leases(self, source: Store) -> None:

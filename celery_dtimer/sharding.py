@@ -209,12 +209,12 @@ class Shards:
     def states(self, ids: Sequence[str]) -> list[TimerState | None]:
         """Return each timer's state; None for one that is not there."""
         self._look()
-        return self._each(ids, lambda store, its: store.states(its)[1])
+        return self._by_layout(lambda: self._each(ids, lambda store, its: store.states(its)[1]))
 
     def definitions(self, ids: Sequence[str]) -> list[str | None]:
         """Return the stored definition of each timer; None for one that is not there."""
         self._look()
-        return self._each(ids, lambda store, its: store.definitions(its))
+        return self._by_layout(lambda: self._each(ids, lambda store, its: store.definitions(its)))
 
     def timers(self, ids: Sequence[str]) -> list[Timer]:
         """Return those of the timers that are there, in their order."""
@@ -226,7 +226,8 @@ class Shards:
             found = {timer.id: timer for timer in store.timers(its)}
             return [found.get(id) for id in its]
 
-        return [timer for timer in self._each(ids, read) if timer is not None]
+        found = self._by_layout(lambda: self._each(ids, read))
+        return [timer for timer in found if timer is not None]
 
     def timer_ids(self, limit: int | None = None) -> list[str]:
         """Return every timer's id, triggers included: active ones by time, then the others."""

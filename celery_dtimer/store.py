@@ -97,6 +97,7 @@ _SCRIPTS = (
 _PLACED = {
     *("upsert", "delete", "pause", "resume", "stop", "trigger", "hold", "cancel", "requeue"),
     *("declare", "undeclare", "run_started", "run_ended", "renew_runs"),
+    *("depart", "arrive", "moved", "arrive_runs", "drop_runs", "arrive_letters", "drop_letters"),
 }
 _FENCED, _BUSY, _UNLINKED, _FULL, _ELSEWHERE = -1, -2, -3, -4, -9
 _OUT_FIELDS = 8  # what ``running`` says of a run
@@ -1627,9 +1628,9 @@ class Store:
         """Begin to give the service so many shards; return the layout."""
         return _layout(self._call("begin_resharding", shards))
 
-    def end_resharding(self) -> Layout:
-        """Let the layout that was begun hold; return it."""
-        return _layout(self._call("end_resharding"))
+    def end_resharding(self, number: int) -> Layout:
+        """Let the layout that was begun with this number hold; return what holds."""
+        return _layout(self._call("end_resharding", number))
 
     def mark_layout(self, number: int) -> bool:
         """Refuse calls by older layouts from now on; return False if it is so already."""
@@ -1680,6 +1681,7 @@ class Store:
                 *(part for task_id, text, end in there for part in (task_id, int(end), text)),
             )
         self.drop_leases([task_id for task_id, _ in runs])
+        target.moved([f"run:{task_id}" for task_id, _ in runs])
 
     def move_letters(self, letters: Sequence[tuple[str, Mapping[str, str]]], target: Store) -> None:
         """Have another shard keep dead letters, as `dead_letters` returns them."""

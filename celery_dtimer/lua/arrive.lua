@@ -3,7 +3,7 @@
 -- ARGV[1] now or ""
 -- then per timer: id, definition, when it is purged or "", number of fields and values of its hash, these, number of what
 --   describes its runs that are out, that: as depart.lua tells them
--- Returns how many were new here. One that is here, or was and has been deleted since, stays as it is.
+-- Returns how many were new here. One that is here, or has been deleted since it arrived in this layout, stays as it is.
 -- Worst case: O(instances + timers of the call * (size of a timer + log timers)).
 
 local ARRIVALS = key('arrivals')
@@ -24,7 +24,7 @@ while position <= #ARGV do
   local first_run, last_run = part(last + 1)
   position = last_run + 1
   local name = key('timer', id)
-  if not redis.call('ZSCORE', ARRIVALS, id) and redis.call('EXISTS', name) == 0 then
+  if not redis.call('ZSCORE', ARRIVALS, arrival(id)) and redis.call('EXISTS', name) == 0 then
     redis.call('HSET', name, unpack(ARGV, first, last))
     if definition ~= '' then
       redis.call('SET', key('timer_definition', id), definition)
@@ -50,7 +50,7 @@ while position <= #ARGV do
     end
     arrived = arrived + 1
   end
-  redis.call('ZADD', ARRIVALS, 'NX', '+inf', id)
+  redis.call('ZADD', ARRIVALS, 'NX', '+inf', arrival(id))
 end
 send_wake_ups()
 return arrived

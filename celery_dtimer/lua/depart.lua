@@ -52,7 +52,6 @@ local function told(id)
 end
 
 redis.call('SCARD', DEPARTING)
-redis.call('ZCARD', key('arrivals'))
 local answer = {}
 for i = 2, #ARGV do
   local id = ARGV[i]
@@ -71,7 +70,6 @@ for i = 2, #ARGV do
       local until_ = redis.call('ZSCORE', INACTIVE, id)
       unschedule(id, row[2])
       redis.call('ZREM', INACTIVE, id)
-      redis.call('ZREM', key('arrivals'), id)
       redis.call('HSET', name, 'status', 'moving', 'moving', row[1], 'moving_until', until_ or '')
       redis.call('SADD', DEPARTING, id)
     end

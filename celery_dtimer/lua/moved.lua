@@ -1,7 +1,7 @@
 -- Forget timers that have departed from this shard and arrived in another one. Called there too, it lets an arrival be
 -- forgotten in a while: until then, nobody who is slow can have it arrive again.
 -- KEYS[1] meta   KEYS[2] never
--- ARGV[1] now or ""   ARGV[2..] timer ids, or "letter:" and the id of a dead letter
+-- ARGV[1] now or ""   ARGV[2..] timer ids, "letter:" and the id of a dead letter, or "run:" and a task id
 -- Returns how many were moving from here.
 -- Worst case: O(timers of the call * (runs that are out + log timers)).
 
@@ -22,7 +22,7 @@ for i = 2, #ARGV do
     erase(id, true)
     moved = moved + 1
   else
-    redis.call('ZADD', ARRIVALS, 'XX', whole(NOW), id)
+    redis.call('ZADD', ARRIVALS, 'XX', whole(NOW), arrival(id))
   end
   redis.call('SREM', DEPARTING, id)
 end

@@ -104,6 +104,11 @@ if GIVEN_LAYOUT ~= '' and number(fields(META, 'layout_here')[1], 0) > tonumber(G
   return ELSEWHERE
 end
 
+-- What ARRIVALS knows something by that has come from another shard: it may go and come again, in another layout.
+local function arrival(id)
+  return GIVEN_LAYOUT .. ':' .. id
+end
+
 -- A field's number of shards; nothing when it is not there, or was edited into what no service has.
 local function shards_in(text)
   local found = number(text, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from celery_dtimer import DistributedTimer
+from celery_dtimer import DistributedTimer, resharding
 from celery_dtimer.errors import ConflictError, SettingsError, StoreUnavailableError
 from celery_dtimer.model import Definition, TimerState, shard_of, timer_id
 from celery_dtimer.moving import move, move_all
@@ -109,14 +109,14 @@ WRONG = ("0", "-1", "65", "1e9", "nan", "inf", "2.5", "many", "")
 def test_layout_that_was_edited_into_none_is_what_is_set(service: Service, wrong: str) -> None:
     service.store.read_layout(3)
     service.store.begin_resharding(5)
-    service.store.end_resharding()
+    service.store.end_resharding(service.store.layout_number())
     service.add()
     for field in ("shards", "shards_wanted", "layout"):
         service.redis.hset(service.keys("meta"), field, wrong)
     layout = service.store.read_layout(5)
     assert (layout.shards, layout.wanted, layout.seen) == (5, 0, (3, 5))
     assert service.store.begin_resharding(2)[:2] == (5, 2)
-    assert service.store.end_resharding()[:2] == (2, 0)
+    assert service.store.end_resharding(service.store.layout_number())[:2] == (2, 0)
     service.redis.hset(service.keys("meta"), "shards_seen", f"3 {wrong}")
     assert set(service.store.read_layout(2).seen) <= {2, 3}
 
@@ -162,12 +162,12 @@ def test_begin_resharding_while_another_goes_on_tells_of_that_one(service: Servi
 
 def test_end_resharding_lets_the_new_layout_hold(service: Service) -> None:
     service.store.begin_resharding(3)
-    assert service.store.end_resharding() == Layout(3, 0, 2, (1, 3))
+    assert service.store.end_resharding(service.store.layout_number()) == Layout(3, 0, 2, (1, 3))
 
 
 def test_end_resharding_of_nothing_changes_nothing(service: Service) -> None:
     before = service.store.read_layout(3)
-    assert service.store.end_resharding() == before
+    assert service.store.end_resharding(service.store.layout_number()) == before
 
 
 # ------------------------------------------------------------------ mark_layout
@@ -336,9 +336,86 @@ def test_arrive_twice_is_once_also_when_it_was_deleted_since(service: Service) -
 def test_arrive_where_it_was_before_is_no_arrival_of_then(service: Service) -> None:
     """There and back, and there again, within the time that arrivals are remembered."""
     timer, here, there = service.add(), service.store, service.shards.store("1")
-    for source, target in ((here, there), (there, here), (here, there)):
+    for layout, (source, target) in enumerate(((here, there), (there, here), (here, there))):
+        here.layout = there.layout = layout
         assert move(source, target, [timer.id]) == []
         assert (source.timer_ids(), target.timer_ids()) == ([], [timer.id])
+
+
+def test_a_timer_that_was_deleted_and_created_anew_moves_as_any(service: Service) -> None:
+    service.add("again")
+    reshard(service.shards, 2)
+    service.shards.delete(timer_id("again"))
+    reshard(service.shards, 1)
+    service.shards.save([service.define("again")])
+    for count in (2, 1, 2):
+        assert reshard(service.shards, count) == 1
+        assert service.shards.timer_ids() == [timer_id("again")]
+
+
+def test_dead_letters_and_leases_move_there_and_back_and_there_again(service: Service) -> None:
+    letter = letter_of(service)
+    timer = service.add("running")
+    run = OutRun("run-1", timer.id, START_MS, 1, message="m")
+    service.store.run_started(run, lease_ms=600 * SECOND, limit_ms=0, redelivered=False)
+    for count in (2, 1, 2, 1):
+        reshard(service.shards, count)
+        assert service.shards.dead_letters() == [letter]
+        assert service.shards.out_run("run-1") is not None
+
+
+def test_a_call_that_is_slower_than_another_one_ends_nothing_else(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, quick = make_service().shards, make_service().shards
+    run = resharding._Move.run
+
+    def run_slowly(mover: Any) -> None:
+        monkeypatch.setattr(resharding._Move, "run", run)
+        mover.run()
+        reshard(quick, 2)
+        quick.base.begin_resharding(5)
+
+    monkeypatch.setattr(resharding._Move, "run", run_slowly)
+    with pytest.raises(ConflictError, match="is being given 5 shards by another call"):
+        reshard(slow, 2)
+    assert quick.read_layout().wanted == 5
+
+
+def test_a_call_that_finds_the_work_done_by_another_one_is_done(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make_service()
+    service.add()
+    slow, quick = make_service().shards, make_service().shards
+    run = resharding._Move.run
+
+    def run_late(mover: Any) -> None:
+        monkeypatch.setattr(resharding._Move, "run", run)
+        reshard(quick, 2)
+        mover.run()
+
+    monkeypatch.setattr(resharding._Move, "run", run_late)
+    assert reshard(slow, 2) == 0
+    assert slow.layout == quick.layout
+
+
+def test_a_move_by_an_older_layout_changes_nothing(service: Service) -> None:
+    timer, source, target = service.add(), service.store, service.shards.store("1")
+    source.layout = target.layout = 1
+    leaving = departed(service, timer.id)
+    source.mark_layout(2)
+    target.mark_layout(2)
+    steps: list[Callable[[], Any]] = [
+        lambda: source.depart([timer.id]),
+        lambda: target.arrive(leaving),
+        lambda: source.moved([timer.id]),
+        lambda: source.drop_leases(["run-1"]),
+    ]
+    for step in steps:
+        with pytest.raises(LayoutChangedError):
+            step()
+    assert source.departing() == [timer.id]
 
 
 def test_arrive_brings_the_runs_that_are_out(service: Service) -> None:
@@ -370,7 +447,7 @@ def test_moved_forgets_arrivals_after_a_while(service: Service) -> None:
     timer = service.add()
     target = service.shards.store("1")
     move(service.store, target, [timer.id])
-    assert set(target.scores("arrivals")) == {timer.id}
+    assert set(target.scores("arrivals")) == {f":{timer.id}"}
     service.clock.advance(601)
     target.moved(["another"])
     assert target.scores("arrivals") == {}
