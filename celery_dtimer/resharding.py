@@ -54,7 +54,7 @@ def reshard(
             *(shards.settings.service, layout.shards, layout.wanted),
         )
     for store in shards.stores:
-        store.mark_layout(layout.number)
+        store.mark_layout(layout)
     if not layout.is_moving:
         return 0
     _wait_for_instances(shards, layout)
@@ -63,12 +63,12 @@ def reshard(
         mover.run()
         ended = shards.base.end_resharding(layout.number)
     except LayoutChangedError:  # another call of this has completed it, if it goes on
-        ended = shards.base.read_layout(count)
+        ended = shards.read_layout()
         if ended.number == layout.number:
             raise
     layout = shards.take(ended)
     for store in (shards.store(shard) for shard in shards_of(*layout.seen)):
-        store.mark_layout(layout.number)
+        store.mark_layout(layout)
     if (layout.shards, layout.wanted) != (count, 0):
         raise ConflictError(
             f"the service {shards.settings.service} is being given "

@@ -429,6 +429,7 @@ class Runtimes:
         self._runtimes: dict[str, Runtime] = {}
         self._following = threading.Lock()
         self._followed: Layout | None = None
+        self._was_refused = False
         self._attention = threading.Event()
         self._stopped = threading.Event()
         self._failure: BaseException | None = None
@@ -471,7 +472,12 @@ class Runtimes:
             self._thread.join(max(0.0, until - time.monotonic()))
 
     def _on_layout(self) -> None:
+        self._was_refused = True
         self._attention.set()
+
+    def _layout(self) -> Layout:
+        was_refused, self._was_refused = self._was_refused, False
+        return self._shards.read_after_refusal() if was_refused else self._shards.read_layout()
 
     def _on_failure(self) -> None:
         self._stopped.set()
@@ -482,7 +488,7 @@ class Runtimes:
             while not self._stopped.is_set():
                 self._attention.clear()
                 try:
-                    self._follow(self._shards.read_layout())
+                    self._follow(self._layout())
                     wait, failures = self._settings.failure_check_interval, 0
                 except SettingsError:
                     raise

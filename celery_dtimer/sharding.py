@@ -31,6 +31,7 @@ from celery_dtimer.store import (
     Store,
 )
 
+_FIRST = "0"  # a shard that every service with several has
 _CHANGES = 5  # of the layout, in a row, that one call follows
 _PAGE = 1000
 _Answer = TypeVar("_Answer")
@@ -90,7 +91,30 @@ class Shards:
 
     def read_layout(self) -> Layout:
         """Read the layout anew."""
-        return self.take(self.base.read_layout(self.settings.shards), is_first=self._layout is None)
+        return self.take(self._asked(), is_first=self._layout is None)
+
+    def _asked(self) -> Layout:
+        """Return what the service says of its layout; when it has forgotten, what a shard knows."""
+        configured = self.settings.shards
+        layout = self.base.read_layout(configured, told=None)
+        if layout is None:
+            _, told = self.store(_FIRST).heard_of_layout()
+            layout = self.base.read_layout(configured, told)
+        assert layout is not None  # noqa: S101 - it was not only asked
+        return layout
+
+    def read_after_refusal(self) -> Layout:
+        """Read the layout anew, since a shard has refused what goes by the one that is known.
+
+        A shard has not heard of a newer one than there is, but by a server that has lost its last
+        writes, or by who edits: then the layout gets the number that the shard knows.
+        """
+        before = self._layout
+        layout = self.read_layout()
+        if before is None or layout.number != before.number:
+            return layout
+        heard = max(store.heard_of_layout()[0] for store in self._known)
+        return self.take(self.base.read_layout(self.settings.shards, least=heard) or layout)
 
     def take(self, layout: Layout, *, is_first: bool = False) -> Layout:
         """Go by a layout from now on.
@@ -124,7 +148,7 @@ class Shards:
             try:
                 return call()
             except LayoutChangedError:
-                self.read_layout()
+                self.read_after_refusal()
         raise ConflictError(f"the shards of service {self.settings.service} keep changing")
 
     @property
@@ -384,7 +408,7 @@ class Shards:
 
     def revoked_runs(self) -> list[str]:
         """Return the task ids of the runs that were revoked of late."""
-        return [task_id for store in self.stores for task_id in store.revoked_runs()]
+        return [task_id for store in self._known for task_id in store.revoked_runs()]
 
     def claim_run(self, task_id: str, token: str, keep_ms: int, timer: str) -> str | None:
         """Claim a timer's run for a message; return the token that has claimed it, else None."""

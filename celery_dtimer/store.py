@@ -380,6 +380,10 @@ class Layout(NamedTuple):
         """Say whether timers are moved from shard to shard."""
         return self.wanted != 0
 
+    def __str__(self) -> str:
+        """Return it as shards are told of it."""
+        return " ".join(map(str, (self.shards, self.wanted, self.number, *self.seen)))
+
 
 #: Where a message goes: a command (``LPUSH``, ``PUBLISH``, ``PEXPIRE``) and its key.
 Target = tuple[str, str]
@@ -1615,9 +1619,22 @@ class Store:
 
     # -- shards
 
-    def read_layout(self, shards: int) -> Layout:
-        """Return the service's layout; a new service gets so many shards."""
-        return _layout(self._call("layout", shards))
+    def read_layout(self, shards: int, told: str | None = "", least: int = 0) -> Layout | None:
+        """Return the service's layout; None when it says nothing, and nothing is to be written.
+
+        Args:
+            shards: that a new service gets.
+            told: what a shard was told of the layout, if that is known; None to ask only.
+            least: the number that the layout has at least.
+        """
+        answer = self._call("layout", shards, "ask" if told is None else told, least)
+        return _layout(answer) if answer else None
+
+    def heard_of_layout(self) -> tuple[int, str]:
+        """Return the number of the layout that this shard goes by, and what it was told of it."""
+        with self._errors():
+            here, told = self.client.hmget(self.keys("meta"), "layout_here", "layout_told")
+        return _number(here or ""), told or ""
 
     def layout_number(self) -> int:
         """Return the number of the service's layout, which only its own ``meta`` has."""
@@ -1632,9 +1649,9 @@ class Store:
         """Let the layout that was begun with this number hold; return what holds."""
         return _layout(self._call("end_resharding", number))
 
-    def mark_layout(self, number: int) -> bool:
+    def mark_layout(self, layout: Layout) -> bool:
         """Refuse calls by older layouts from now on; return False if it is so already."""
-        return bool(self._call("mark_layout", number))
+        return bool(self._call("mark_layout", layout.number, str(layout)))
 
     def departing(self) -> list[str]:
         """Return the ids of timers that have departed and not arrived, as far as is known here."""

@@ -29,6 +29,8 @@ from tests.conftest import MakeApp, ReadQueue
 from tests.integration.conftest import SECOND, START_MS, MakeService, Service, StartTimers
 from tests.waiting import wait_until
 
+#: A layout that calls by the first one are refused by.
+NEWER = Layout(1, 0, 2, (1,))
 NAMES = [f"timer-{number}" for number in range(30)]
 
 
@@ -121,6 +123,56 @@ def test_layout_that_was_edited_into_none_is_what_is_set(service: Service, wrong
     assert set(service.store.read_layout(2).seen) <= {2, 3}
 
 
+def test_layout_that_is_asked_for_is_not_decided(service: Service) -> None:
+    assert service.store.read_layout(3, told=None) is None
+    assert not service.redis.exists(service.keys("meta"))
+
+
+@pytest.mark.parametrize("wanted", [0, 4])
+def test_layout_that_is_forgotten_is_what_a_shard_was_told(service: Service, wanted: int) -> None:
+    told = Layout(2, wanted, 7, (1, 2, 4))
+    assert service.store.read_layout(3, told=str(told)) == told
+    assert service.store.read_layout(3) == told
+
+
+@pytest.mark.parametrize("told", ["", "nonsense", "0 0 7 2", "65 0 7 2", "2 0 7"])
+def test_layout_by_a_word_that_can_not_be_read_is_what_is_set(service: Service, told: str) -> None:
+    assert service.store.read_layout(3, told=told) == Layout(3, 0, 0, (3,))
+
+
+def test_layout_has_the_number_that_shards_have_heard_of(service: Service) -> None:
+    service.store.read_layout(3)
+    assert service.store.read_layout(3, least=9) == Layout(3, 0, 9, (3,))
+    assert service.store.read_layout(3, least=8) == Layout(3, 0, 9, (3,))
+
+
+@pytest.mark.parametrize("configured", [1, 2])
+def test_a_service_that_forgets_its_layout_is_told_by_a_shard(
+    make_service: MakeService, configured: int
+) -> None:
+    service = make_service()
+    service.add()
+    reshard(service.shards, 2)
+    layout = service.shards.layout
+    service.redis.delete(service.keys("meta"))
+    fresh = make_service(shards=configured).shards
+    if configured == 1:
+        with pytest.raises(SettingsError, match="has: 2"):
+            fresh.timer_ids()
+    else:
+        assert len(fresh.timer_ids()) == 1
+    assert service.shards.read_layout() == layout
+
+
+def test_a_number_that_was_edited_in_a_shard_is_the_layouts(service: Service) -> None:
+    reshard(service.shards, 2)
+    timer = service.define()
+    for shard in ("0", "1"):
+        service.redis.hset(service.shards.store(shard).keys("meta"), "layout_here", "99")
+    service.shards.save([timer])
+    assert service.shards.layout.number == 99
+
+
 @pytest.mark.parametrize("configured", [1, 2, 4])
 def test_a_setting_that_differs_from_the_layout_is_refused(
     make_service: MakeService, configured: int
@@ -175,10 +227,10 @@ def test_end_resharding_of_nothing_changes_nothing(service: Service) -> None:
 
 def test_mark_layout_is_done_once(service: Service) -> None:
     before = service.members()
-    assert service.store.mark_layout(2)
+    assert service.store.mark_layout(NEWER)
     assert service.members() == before + 1, "instances are told"
-    assert not service.store.mark_layout(2)
-    assert not service.store.mark_layout(1)
+    assert not service.store.mark_layout(NEWER)
+    assert not service.store.mark_layout(NEWER._replace(number=1))
     assert service.members() == before + 1
 
 
@@ -206,7 +258,7 @@ WRITES: dict[str, Callable[[Store, Definition], Any]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_mark_layout_has_writes_by_an_older_one_refused(service: Service, write: str) -> None:
-    service.store.mark_layout(2)
+    service.store.mark_layout(NEWER)
     timer = service.define()
     keys = set(service.redis.scan_iter(service.keys("*") + "*"))
     with pytest.raises(LayoutChangedError):
@@ -404,8 +456,8 @@ def test_a_move_by_an_older_layout_changes_nothing(service: Service) -> None:
     timer, source, target = service.add(), service.store, service.shards.store("1")
     source.layout = target.layout = 1
     leaving = departed(service, timer.id)
-    source.mark_layout(2)
-    target.mark_layout(2)
+    source.mark_layout(NEWER)
+    target.mark_layout(NEWER)
     steps: list[Callable[[], Any]] = [
         lambda: source.depart([timer.id]),
         lambda: target.arrive(leaving),
