@@ -132,6 +132,7 @@ def _client(url: str, own: Mapping[str, Any], timeout: float, key: str) -> Clien
         "encoding_errors": "backslashreplace",
     }
     _spell_as_redis_py(options)
+    _check_seconds(options)
     uses_tls = bool(options.pop("ssl", False))
     if uses_tls:
         options["connection_class"] = SSLConnection
@@ -151,6 +152,18 @@ def _spell_as_redis_py(options: dict[str, Any]) -> None:
     level = options.get("ssl_cert_reqs")
     if isinstance(level, str):
         options["ssl_cert_reqs"] = _CERT_REQS.get(level, level)
+
+
+def _check_seconds(options: Mapping[str, Any]) -> None:
+    for name in ("socket_timeout", "socket_connect_timeout"):
+        seconds = options[name]
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is None or (is_number and 0 < seconds < float("inf")):
+            continue
+        raise SettingsError(
+            f"dtimer_redis_options[{name!r}]={seconds!r}, or in dtimer_redis_url: "
+            "expected seconds above 0, or None"
+        )
 
 
 _OF_POOLS = ("connection_class", "max_connections")  # options that no connection knows
@@ -187,6 +200,7 @@ def _sentinel_client(members: Sequence[str], options: dict[str, Any], uses_tls: 
         **(options.pop("sentinel_kwargs", None) or {}),
     }
     _spell_as_redis_py(own)
+    _check_seconds(own)
     sentinel = _redis_py.sentinel.Sentinel(
         [_address(each, _SENTINEL_PORT) for each in members],
         min_other_sentinels=options.pop("min_other_sentinels", 0),

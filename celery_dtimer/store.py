@@ -1815,9 +1815,17 @@ def _upsert_arguments(
     head = (stored.id, stored.revision, arming.status, _due(arming), arming.jitter_ms, anew)
     return (
         f"{' '.join(map(str, head))} {given_up} {arming.reason}",
-        f"{state.revision} {state.status}" if state else "",
+        _as_read(state),
         stored.blob,
     )
+
+
+def _as_read(state: TimerState | None) -> str:
+    if state is None:
+        return ""
+    if "\\" in state.revision:  # bytes that are no text were edited into it
+        return "*"
+    return f"{state.revision} {state.status}"
 
 
 def _due(arming: planning.Arming) -> str:

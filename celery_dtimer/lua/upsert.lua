@@ -8,10 +8,10 @@
 --     stored or "-" none; it is looked at so many ms of jitter later, with "keep:<ms>" only if that is what is stored; anew
 --     is 1 for a new creation of what is stored, else 0; given up are runs that have come, "-" or "<why>:<how many>:<from>:<until>:<the second of
 --     them, or ->"
---   "<revision> <status>" as they were read, "" for none
+--   "<revision> <status>" as they were read, "" for none, "*" for whatever is there
 --   definition
 -- Returns {now}, and for each timer that is not as it was read its place in the call, from 0, and its hash, empty when
--- there is no timer: then nothing of it was written.
+-- there is no timer: then nothing of it was written, but for a definition that is not the one of its revision.
 -- Returns the number -4 when there would be too many timers, triggers and pending calls counted: then nothing was written.
 -- A due time is later than the timer's last run, whatever was asked for. Runs that are given up are counted if the first of
 -- them still is to come; if that one is out, those behind it. If its owner is about to publish it, it is left in_doubt: the
@@ -163,15 +163,32 @@ local function write(timer, row, id, revision, status, due, jitter, anew, given_
   declare(timer, id, row)
 end
 
+-- Says whether a timer is as it was read.
+local function is_as_read(row, text)
+  return text == (row.revision and row.revision .. ' ' .. (row.status or '') or '') or text == '*' and row.revision
+end
+
+-- Write a definition again where something else stands in its place: its revision tells what it is.
+local function restore(id, row, revision, definition)
+  if row.revision == revision and (row.status == 'active' or row.status == 'paused') then
+    local name = key('timer_definition', id)
+    local stored = redis.pcall('GET', name)
+    if stored ~= definition then
+      redis.call('SET', name, definition)
+    end
+  end
+end
+
 local answer = {NOW}
 for place, timer in ipairs(timers) do
   local i = FIRST + STRIDE * (place - 1)
   local row = read(timer)
-  if (row.revision and row.revision .. ' ' .. (row.status or '') or '') == ARGV[i + 1] then
-    local id, revision, status, due, jitter, anew, given_up, reason = string.match(ARGV[i], HEAD)
+  local id, revision, status, due, jitter, anew, given_up, reason = string.match(ARGV[i], HEAD)
+  if is_as_read(row, ARGV[i + 1]) then
     add(definitions, key('timer_definition', id), ARGV[i + 2])
     write(timer, row, id, revision, status, due, jitter, anew, given_up, reason)
   else
+    restore(id, row, revision, ARGV[i + 2])
     local found = row.revision and redis.pcall('HGETALL', timer) or NONE
     add(answer, place - 1, found)
   end

@@ -1324,6 +1324,41 @@ def test_upsert_of_an_active_timer_that_has_lost_its_due_time_makes_it_due(
     assert (state.due_ms, state.at_ms, state.source) == (START_MS, START_MS, "app")
 
 
+@pytest.mark.parametrize("stored", ["{", "", "[" * 1000, b"\xff{", None])
+def test_upsert_of_the_same_timer_writes_its_definition_again(
+    service: Service, stored: Any
+) -> None:
+    timer = service.add()
+    before = service.state(timer.id)
+    key = service.keys("timer_definition", timer.id)
+    service.redis.delete(key)
+    if stored is not None:
+        service.redis.set(key, stored)
+    else:
+        service.redis.lpush(key, "x")
+    assert service.store.save([timer]) == 0
+    assert service.redis.get(key) == timer.blob
+    assert service.state(timer.id) == before
+
+
+def test_upsert_of_the_same_timer_leaves_the_summary_of_one_that_is_over(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add(at_ms=START_MS + 1, args=("long",))
+    service.clock.advance(1)
+    assert service.commit("a", epoch, Settlement(service.due_one("a", epoch), "run")) == [1]
+    key = service.keys("timer_definition", timer.id)
+    service.redis.set(key, timer.summary)
+    assert service.store.save([timer]) == 0
+    assert service.redis.get(key) == timer.summary
+
+
+def test_upsert_over_a_revision_that_is_no_text_replaces_it(service: Service) -> None:
+    timer = service.add()
+    service.redis.hset(service.keys("timer", timer.id), "revision", b"\xff")
+    assert service.store.save([timer]) == 1
+    assert service.state(timer.id).revision == timer.revision
+
+
 @pytest.mark.parametrize("field", ["revision", "status"])
 def test_upsert_over_a_mark_edited_by_hand_replaces_it(service: Service, field: str) -> None:
     service.join()
