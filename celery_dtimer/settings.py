@@ -380,8 +380,8 @@ def _service(app: Celery, name: object) -> str:
 def _redis_url(app: Celery, url: object) -> str:
     name = "dtimer_redis_url" if url else "broker_url"
     url = url or app.conf.broker_write_url or app.conf.broker_url
-    if isinstance(url, (list, tuple)):
-        url = ";".join(map(str, url))
+    if isinstance(url, (list, tuple)) and all(isinstance(each, str) for each in url):
+        url = ";".join(url)
     accepted = ", ".join(f"{scheme}://" for scheme in urls.SCHEMES)
     scheme = urls.scheme_of(url) or None if isinstance(url, str) else None
     if not isinstance(url, str) or scheme not in urls.SCHEMES:

@@ -134,6 +134,12 @@ def test_a_redis_broker_keeps_the_timers_too(broker: Any, expected: str) -> None
     assert settings_of(broker=broker).redis_url == expected
 
 
+@pytest.mark.parametrize("url", [["redis://a", 5], [object()], {"redis://a"}])
+def test_a_list_of_what_is_no_text_is_no_url(url: Any) -> None:
+    with pytest.raises(SettingsError, match="dtimer_redis_url has no scheme"):
+        settings_of(dtimer_redis_url=url)
+
+
 def test_the_write_url_of_a_broker_comes_first() -> None:
     assert settings_of(broker_write_url="redis://writer/0").redis_url == "redis://writer/0"
 
