@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import redis
 from celery import Celery, _state
+from kombu import pools
 
 from tests.ledger import QueueReader
 from tests.servers import RABBITMQ, RabbitMQ, RedisServer, find_server
@@ -164,6 +165,7 @@ def delete_prefix(client: redis.Redis, prefix: str) -> None:
 @pytest.fixture
 def make_app(redis_server: RedisServer, prefix: str) -> Iterator[MakeApp]:
     """Build Celery apps on the run's server, with keys and queues of the test's own."""
+    pools.reset()  # a test before this one may have cut what kombu keeps for the whole process
     apps: list[Celery] = []
 
     def make(name: str = "orders", **conf: Any) -> Celery:
