@@ -32,7 +32,7 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
 from celery_dtimer import urls
-from celery_dtimer.errors import SettingsError
+from celery_dtimer.errors import SettingsError, is_number, shown
 from celery_dtimer.masking import masked, secrets_in
 from celery_dtimer.settings import Settings
 from celery_dtimer.timelimits import limited
@@ -157,13 +157,12 @@ def _spell_as_redis_py(options: dict[str, Any]) -> None:
 def _check_seconds(options: Mapping[str, Any]) -> None:
     for name in ("socket_timeout", "socket_connect_timeout"):
         seconds = options[name]
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if seconds is None or (is_number and 0 < seconds < float("inf")):
-            continue
-        raise SettingsError(
-            f"dtimer_redis_options[{name!r}]={seconds!r}, or in dtimer_redis_url: "
-            "expected seconds above 0, or None"
-        )
+        is_usable = is_number(seconds) and 0 < seconds < float("inf")
+        if seconds is not None and not is_usable:
+            raise SettingsError(
+                f"dtimer_redis_options[{name!r}]={shown(seconds)}, or in dtimer_redis_url: "
+                "expected seconds above 0, or None"
+            )
 
 
 _OF_POOLS = ("connection_class", "max_connections")  # options that no connection knows

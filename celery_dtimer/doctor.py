@@ -293,10 +293,7 @@ def take_census(store: Store, instances: Sequence[Instance]) -> Census:
         situation = _Situation(now_ms, round(lag_ms), round(timeout_ms), known)
         for state, blob in zip(states, store.definitions(page), strict=True):
             if state is not None:
-                timer = Timer.from_stored(state, blob)
-                _count(census, state, timer, situation)
-                for task in _tasks(blob):
-                    census.tasks[task].append(timer.name or state.id)
+                _count(census, state, blob, situation)
     return census
 
 
@@ -308,7 +305,8 @@ def _tasks(blob: str | None) -> set[str]:
         return set()
 
 
-def _count(census: Census, state: TimerState, timer: Timer, situation: _Situation) -> None:
+def _count(census: Census, state: TimerState, blob: str | None, situation: _Situation) -> None:
+    timer = Timer.from_stored(state, blob)
     name = timer.name or state.id
     census.total += 1
     if state.status == "broken":
@@ -319,6 +317,8 @@ def _count(census: Census, state: TimerState, timer: Timer, situation: _Situatio
             census.overdue[why].append(name)
         elif timer.status == "broken":
             census.damaged.append(name)
+    for task in _tasks(blob):
+        census.tasks[task].append(name)
 
 
 def _why_overdue(state: TimerState, timer: Timer, situation: _Situation) -> str | None:

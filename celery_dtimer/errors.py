@@ -96,6 +96,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
+def is_number(value: object) -> bool:
+    """Say whether a value counts as a number: an int or a float, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def invalid(field: str, value: object, accepted: str) -> InvalidTimerError:
     """Return the error for a timer's field: what it was and what is accepted."""
     return InvalidTimerError(f"{field}={shown(value)} is not accepted; expected {accepted}")

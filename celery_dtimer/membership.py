@@ -183,10 +183,14 @@ class Membership:
     @property
     def lease(self) -> Lease | None:
         """The lease that is valid now, or None: then nothing may be dispatched."""
+        lease = self._unrefused
+        return lease if lease is not None and lease.is_valid(self._clock()) else None
+
+    @property
+    def _unrefused(self) -> Lease | None:
+        """The lease of a registration that no server has refused; its time may be over."""
         lease = self._lease
-        if lease is None or lease.epoch <= self._refused_epoch:
-            return None
-        return lease if lease.is_valid(self._clock()) else None
+        return None if lease is None or lease.epoch <= self._refused_epoch else lease
 
     def may_act(self, lease: Lease) -> bool:
         """Say whether a lease may still be acted on: its epoch is current and trusted."""
@@ -272,10 +276,9 @@ class Membership:
     def _step(self) -> float:
         if self._gives_up_stalled():
             return self._settings.heartbeat_interval / 4
-        if (until_registration := self._register_after - self._clock()) > 0:
-            lease = self._lease
-            if lease is None or lease.epoch <= self._refused_epoch:
-                return until_registration
+        until_registration = self._register_after - self._clock()
+        if until_registration > 0 and self._unrefused is None:
+            return until_registration
         heartbeat = self._renew()
         if heartbeat is None:
             return 0.0
@@ -309,8 +312,8 @@ class Membership:
     def _renew(self) -> Heartbeat | None:
         """Return the answer to a heartbeat, or None when there is no registration to renew."""
         started = self._clock()
-        lease = self._lease
-        if lease is None or lease.epoch <= self._refused_epoch:
+        lease = self._unrefused
+        if lease is None:
             lease = self._register(started)
         epoch, sequence = self._committed
         try:

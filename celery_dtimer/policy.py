@@ -11,7 +11,7 @@ from datetime import timedelta, tzinfo
 from typing import Any, NamedTuple
 
 from celery_dtimer import schedules
-from celery_dtimer.errors import invalid
+from celery_dtimer.errors import invalid, is_number
 from celery_dtimer.zones import EPOCH
 
 _DAY_MS = 86_400_000
@@ -191,8 +191,8 @@ def _parsed(name: str, number: _Number, value: Any, zone: tzinfo | str) -> Any:
 def _ms_of(value: Any) -> int | None:
     """Return seconds or a timedelta in ms, None when it is neither."""
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    return round(seconds * 1000) if is_number and abs(seconds) < _MILLENNIA_MS else None
+    is_usable = is_number(seconds) and abs(seconds) < _MILLENNIA_MS
+    return round(seconds * 1000) if is_usable else None
 
 
 def check_policy(policy: Policy, schedule: schedules.Schedule) -> None:

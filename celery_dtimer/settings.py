@@ -10,7 +10,7 @@ from typing import Any
 from celery import Celery
 
 from celery_dtimer import urls
-from celery_dtimer.errors import SettingsError, shown
+from celery_dtimer.errors import SettingsError, is_number, shown
 from celery_dtimer.masking import masked_url
 from celery_dtimer.policy import LONGEST_GRACE_MS, MOST_CATCH_UP, SHORTEST_GRACE_MS, Defaults
 
@@ -318,8 +318,7 @@ def _bad(name: str, value: object, accepted: str) -> SettingsError:
 def _seconds(name: str, conf: Mapping[str, Any], *, zero: bool = False) -> float:
     value = conf[name]
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    usable = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not usable or not (0 if zero else 1e-9) <= seconds < float("inf"):
+    if not is_number(seconds) or not (0 if zero else 1e-9) <= seconds < float("inf"):
         raise _bad(
             name,
             value,

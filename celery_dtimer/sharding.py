@@ -95,13 +95,11 @@ class Shards:
 
     def _asked(self) -> Layout:
         """Return what the service says of its layout; when it has forgotten, what a shard knows."""
-        configured = self.settings.shards
-        layout = self.base.read_layout(configured, told=None)
-        if layout is None:
-            _, told = self.store(_FIRST).heard_of_layout()
-            layout = self.base.read_layout(configured, told)
-        assert layout is not None  # noqa: S101 - it was not only asked
-        return layout
+        layout = self.base.stored_layout()
+        if layout is not None:
+            return layout
+        _, told = self.store(_FIRST).heard_of_layout()
+        return self.base.read_layout(self.settings.shards, told)
 
     def read_after_refusal(self) -> Layout:
         """Read the layout anew, since a shard has refused what goes by the one that is known.
@@ -114,7 +112,7 @@ class Shards:
         if before is None or layout.number != before.number:
             return layout
         heard = max(store.heard_of_layout()[0] for store in self._known)
-        return self.take(self.base.read_layout(self.settings.shards, least=heard) or layout)
+        return self.take(self.base.read_layout(self.settings.shards, least=heard))
 
     def take(self, layout: Layout, *, is_first: bool = False) -> Layout:
         """Go by a layout from now on.

@@ -1619,16 +1619,20 @@ class Store:
 
     # -- shards
 
-    def read_layout(self, shards: int, told: str | None = "", least: int = 0) -> Layout | None:
-        """Return the service's layout; None when it says nothing, and nothing is to be written.
+    def stored_layout(self) -> Layout | None:
+        """Return the service's layout, None when it does not say; nothing is written."""
+        answer = self._call("layout", 0, "ask", 0)
+        return _layout(answer) if answer else None
+
+    def read_layout(self, shards: int, told: str = "", least: int = 0) -> Layout:
+        """Return the service's layout, which is decided if it does not say.
 
         Args:
             shards: that a new service gets.
-            told: what a shard was told of the layout, if that is known; None to ask only.
+            told: what a shard was told of the layout, if that is known.
             least: the number that the layout has at least.
         """
-        answer = self._call("layout", shards, "ask" if told is None else told, least)
-        return _layout(answer) if answer else None
+        return _layout(self._call("layout", shards, told, least))
 
     def heard_of_layout(self) -> tuple[int, str]:
         """Return the number of the layout that this shard goes by, and what it was told of it."""

@@ -31,6 +31,7 @@ from celery_dtimer.errors import (
     InvalidTimerError,
     TimerNotFoundError,
     invalid,
+    is_number,
     shown,
 )
 from celery_dtimer.keywords import KEYWORDS, TIMING, define
@@ -653,10 +654,7 @@ class DistributedTimer:
         Args:
             worker_timeout: seconds that workers have to say which tasks they know; 0 to ask none.
         """
-        is_number = isinstance(worker_timeout, (int, float)) and not isinstance(
-            worker_timeout, bool
-        )
-        if not is_number or not 0 <= worker_timeout <= _LONGEST_ASKED:
+        if not is_number(worker_timeout) or not 0 <= worker_timeout <= _LONGEST_ASKED:
             accepted = f"seconds from 0 to {_LONGEST_ASKED}"
             raise invalid("worker_timeout", worker_timeout, accepted)
         return doctor.examine(self.store, self.app, seconds=worker_timeout)

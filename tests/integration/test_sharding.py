@@ -124,7 +124,7 @@ def test_layout_that_was_edited_into_none_is_what_is_set(service: Service, wrong
 
 
 def test_layout_that_is_asked_for_is_not_decided(service: Service) -> None:
-    assert service.store.read_layout(3, told=None) is None
+    assert service.store.stored_layout() is None
     assert not service.redis.exists(service.keys("meta"))
 
 
