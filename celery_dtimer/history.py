@@ -170,6 +170,8 @@ def _without_record(
         return f"the timer is stopped: {state.reason or 'somebody has stopped it'}"
     if run_ms is None:
         return f"no run was scheduled for that moment: {definition.schedule.describe()}"
+    if run_ms <= state.created_ms:
+        return f"the timer was created at {_shown(state.created_ms)}, and runs later"
     return "the history does not reach back so far, or the timer was changed after that moment"
 
 

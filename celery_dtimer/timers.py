@@ -7,6 +7,7 @@ import fnmatch
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, tzinfo
@@ -90,6 +91,7 @@ OnFailure = TypeVar("OnFailure", bound=Callable[["DeadLetter"], Any])
 Dst = Literal["cron", "skip", "shift", "both"]
 
 _BEATS_SERVICE = "dtimer_beats_service"  # the attribute of an app that holds the first one named
+_KNOWN = "dtimer_timers"  # the attribute of an app that holds its objects of this class, weakly
 _TRACKING = "dtimer_tracking"  # the attribute of an app that holds what tracks its runs
 _MOST_PREVIEWED = 10_000
 _MOST_PAGED = 2**53
@@ -134,6 +136,7 @@ class DistributedTimer:
         self._claims = RunClaims(app)
         _track(app, service)
         self._countdowns = countdowns.install(app)
+        app.__dict__.setdefault(_KNOWN, weakref.WeakSet()).add(self)
         mask_report(app)
         self._lock = threading.Lock()
         self._shards: Shards | None = None
@@ -258,9 +261,14 @@ class DistributedTimer:
         timer_failed.connect(receive, dispatch_uid=f"{__name__}.{id(receive)}")
         return function
 
+    @property
+    def service(self) -> str:
+        """The name of the service."""
+        return Settings.from_app(self.app, self._service).service
+
     def _is_own(self, service: str) -> bool:
         try:
-            return Settings.from_app(self.app, self._service).service == service
+            return self.service == service
         except DistributedTimerError:
             return False
 
@@ -273,6 +281,11 @@ class DistributedTimer:
         if not _names_a_task(task):
             raise invalid("task", task, "a Celery task or its name")
         self._register(name, task)
+
+    @property
+    def callbacks(self) -> dict[str, str]:
+        """The names of the tasks that callbacks are, by their short names."""
+        return {name: _task_name(task) for name, task in self._callbacks.items()}
 
     def _register(self, name: str, task: Task[..., Any] | str) -> None:
         if not isinstance(name, str) or not name:
@@ -730,6 +743,10 @@ class DistributedTimer:
         chosen = [record for record in found if state in (None, record.state)]
         return chosen[offset : None if limit is None else offset + limit]
 
+    def dead_letter_count(self) -> int:
+        """Return how many dead letters there are."""
+        return sum(store.dead_count() for store in self.store.stores)
+
     def get_dead_letters(self, *, offset: int = 0, limit: int | None = 100) -> list[DeadLetter]:
         """Return the runs that have failed for good, newest first; 10,000 are kept.
 
@@ -1162,6 +1179,21 @@ class DistributedTimer:
             why = "has had its last run and is over" if state.is_finished else "has no definition"
             raise InvalidTimerError(f"timer {shown(timer)} {why}; create it again")
         return decode_definition(blob)
+
+
+def timers_of(app: Celery, service: str | None = None) -> DistributedTimer:
+    """Return an app's own timers of a service, which know its callbacks by their short names.
+
+    Args:
+        app: the Celery app.
+        service: None for the app's.
+    """
+    wanted = Settings.from_app(app, service).service
+    for timers in list(app.__dict__.get(_KNOWN, ())):
+        if timers.service == wanted:
+            known: DistributedTimer = timers
+            return known
+    return DistributedTimer(app, service)
 
 
 _REQUIRED_FIELDS = frozenset({"name", "schedule", "callback"})

@@ -1,0 +1,177 @@
+"""How commands print: tables for people, lines for pipes, one JSON document for programs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta, timezone, tzinfo
+from typing import Any
+
+import click
+from kombu.utils import json
+
+_GAP = "  "
+_NARROWEST = 8  # what a column keeps when the terminal is too small
+_COLORS = {
+    **dict.fromkeys(("active", "ok", "up", "succeeded", "sent", "live"), "green"),
+    **dict.fromkeys(("paused", "warning", "leaving", "draining", "retried", "pending"), "yellow"),
+    **dict.fromkeys(("broken", "error", "down", "failed", "lost", "silent"), "red"),
+}
+_UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
+
+
+class Output:
+    """Where a command prints: results go to stdout, all else to stderr."""
+
+    def __init__(self, *, as_json: bool, has_color: bool = False) -> None:
+        """Prepare to print.
+
+        Args:
+            as_json: as one JSON document.
+            has_color: whether colors may be used on a terminal.
+        """
+        self.as_json = as_json
+        self.is_terminal = sys.stdout.isatty()
+        self._has_color = has_color and self.is_terminal
+
+    def document(self, content: Any) -> None:
+        """Print a JSON document: the only one of a command."""
+        click.echo(json.dumps(content, indent=2, ensure_ascii=True))
+
+    def note(self, text: str) -> None:
+        """Tell people something beside the result."""
+        click.echo(text, err=True)
+
+    def line(self, text: str) -> None:
+        """Print a line of a result for people."""
+        click.echo(text)
+
+    def table(self, heading: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Print rows: aligned under a heading on a terminal, else with tabs in between."""
+        if self.is_terminal:
+            lines = self.aligned(heading, rows)
+            for line in lines or ["none"]:
+                click.echo(line)
+            return
+        for row in rows:
+            click.echo("\t".join(map(visible, row)))
+
+    def aligned(self, heading: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+        """Return the lines of a table that fits the terminal; none without rows."""
+        cells = [[visible(cell) for cell in row] for row in rows]
+        if not cells:
+            return []
+        table = [[title.upper() for title in heading], *cells]
+        widths = _fitted([max(map(width, column)) for column in zip(*table, strict=True)])
+        return [self._aligned(row, widths, is_heading=not place) for place, row in enumerate(table)]
+
+    def _aligned(self, row: Sequence[str], widths: Sequence[int], *, is_heading: bool) -> str:
+        texts = [_padded(cell, size) for cell, size in zip(row, widths, strict=True)]
+        if is_heading:
+            line = _GAP.join(texts).rstrip()
+            return click.style(line, bold=True) if self._has_color else line
+        return _GAP.join(map(self.colored, texts, row)).rstrip()
+
+    def fields(self, rows: Iterable[tuple[str, Any]]) -> None:
+        """Print names with values, one a line; what is not there is left out."""
+        told = [(name, visible(value)) for name, value in rows if value not in (None, "")]
+        longest = max((len(name) for name, _ in told), default=0)
+        for name, value in told:
+            title = f"{name}:".ljust(longest + 1) if self.is_terminal else name
+            click.echo(
+                f"{title} {self.colored(value)}" if self.is_terminal else f"{title}\t{value}"
+            )
+
+    def colored(self, text: str, word: str | None = None) -> str:
+        """Return a text in the color of a word, by default its own."""
+        color = _COLORS.get(text if word is None else word)
+        return click.style(text, fg=color) if color and self._has_color else text
+
+
+def visible(value: Any) -> str:
+    """Return a value as one line: what could not be seen, or would break it, is escaped."""
+    if value is None:
+        return "-"
+    text = value if isinstance(value, str) else str(value)
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def named(name: str, otherwise: str = '""') -> str:
+    """Return a name for a table, in which an empty one would not be seen."""
+    return name or otherwise
+
+
+def width(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
+        for each in text
+    )
+
+
+def _padded(text: str, size: int) -> str:
+    """Return a text that takes so many columns."""
+    if width(text) > size:
+        while width(text) >= size:
+            text = text[:-1]
+        text += "…"
+    return text + " " * (size - width(text))
+
+
+def _fitted(widths: list[int]) -> list[int]:
+    """Return the widths of columns that fit the terminal: the widest gives most."""
+    room = shutil.get_terminal_size().columns - len(_GAP) * (len(widths) - 1)
+    while sum(widths) > room and max(widths) > _NARROWEST:
+        widest = widths.index(max(widths))
+        widths[widest] = max(_NARROWEST, widths[widest] - max(1, sum(widths) - room))
+        others = [each for place, each in enumerate(widths) if place != widest]
+        if others and widths[widest] < max(others) and sum(widths) < room:
+            widths[widest] = min(max(others), widths[widest] + room - sum(widths))
+    return widths
+
+
+def iso(moment: datetime | None) -> str | None:
+    """Return a moment in UTC as ISO 8601, for programs."""
+    if moment is None:
+        return None
+    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def local(moment: datetime | None, zone: tzinfo) -> str | None:
+    """Return a moment by the clocks of a zone, for people."""
+    if moment is None:
+        return None
+    precision = "milliseconds" if moment.microsecond else "seconds"
+    own = moment.astimezone(zone)
+    return f"{own.replace(tzinfo=None).isoformat(' ', precision)} {own.tzname()}"
+
+
+def span(length: float | timedelta) -> str:
+    """Return a length of time in words, for example "2 h 5 min"."""
+    seconds = length.total_seconds() if isinstance(length, timedelta) else length
+    if abs(seconds) < 60:
+        return f"{seconds:.3g} s"
+    rest, words = round(abs(seconds)), []
+    for unit, size in _UNITS:
+        count, rest = divmod(rest, size)
+        if count:
+            words.append(f"{count} {unit}")
+    if rest and len(words) < 2:
+        words.append(f"{rest} s")
+    return ("-" if seconds < 0 else "") + " ".join(words[:2])
+
+
+def from_now(moment: datetime | None, now: datetime) -> str | None:
+    """Return how far a moment is from now, for example "in 5 min" or "3 s ago"."""
+    if moment is None:
+        return None
+    away = moment - now
+    return f"in {span(away)}" if away >= timedelta(0) else f"{span(-away)} ago"

@@ -1,0 +1,587 @@
+"""The commands of ``celery dtimer``, with a real server behind them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any, NamedTuple
+
+import pytest
+from celery import Celery
+from celery.bin.base import CLIContext
+from click.testing import CliRunner
+
+from celery_dtimer import DistributedTimer
+from celery_dtimer.cli import dtimer
+from celery_dtimer.cli.commands import EXIT_STATUS
+from celery_dtimer.membership import local_host
+from celery_dtimer.runs import FAILED
+from celery_dtimer.store import OutRun
+from tests.conftest import MakeApp
+from tests.waiting import wait_until
+
+NOBODY = "redis://localhost:1/0"
+
+
+class Ran(NamedTuple):
+    """What a command has printed, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on stdout."""
+        return json.loads(self.out)
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The values in the lines of a pipe."""
+        return [line.split("\t") for line in self.out.splitlines()]
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def app(make_app: MakeApp) -> Celery:
+    return make_app()
+
+
+@pytest.fixture
+def timers(app: Celery) -> Iterator[DistributedTimer]:
+    """The app's own timers, with a task and a callback."""
+    timers = DistributedTimer(app)
+
+    @app.task(name="shop.bill")
+    def bill(*_: Any, **__: Any) -> None: ...
+
+    @timers.callback("remind")
+    def remind(timer: Any) -> None: ...
+
+    yield timers
+    timers.stop()
+    timers.store.close()
+
+
+@pytest.fixture
+def run(app: Celery, timers: DistributedTimer) -> Run:
+    return lambda *args, **more: run_command(app, *args, **more)
+
+
+def run_command(app: Celery, *args: str, **more: Any) -> Ran:
+    """Run a command as ``celery -A proj dtimer`` does."""
+    context = CLIContext(app=app, no_color=False, workdir=None)
+    result = CliRunner().invoke(dtimer, args, obj=context, prog_name="celery dtimer", **more)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+def create(run: Run, name: str = "nightly", *more: str) -> Any:
+    schedule = () if any(each in more for each in ("--cron", "--at")) else ("--every", "1h")
+    ran = run("create", name, *schedule, "--task", "shop.bill", "--json", *more)
+    assert ran.status == 0, ran
+    return ran.document
+
+
+# ------------------------------------------------------------------ what all have in common
+
+
+def test_every_command_tells_its_exit_status_and_takes_json() -> None:
+    def commands(group: Any) -> Iterator[Any]:
+        for command in group.commands.values():
+            yield from commands(command) if hasattr(command, "commands") else [command]
+
+    for command in commands(dtimer):
+        text = CliRunner().invoke(command, ["--help"]).stdout
+        assert "Exit status:" in text, command.name
+        assert "--json" in text, command.name
+        assert command.help, command.name
+    assert "2  wrong use" in EXIT_STATUS
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("list",),
+        ("show", "nightly"),
+        ("preview", "nightly"),
+        ("why", "nightly", "now"),
+        ("pause", "nightly"),
+        ("resume", "nightly"),
+        ("trigger", "nightly"),
+        ("stop", "nightly"),
+        ("delete", "nightly", "--yes"),
+        ("runs",),
+        ("dead", "list"),
+        ("dead", "purge", "--yes"),
+        ("pending",),
+        ("audit",),
+        ("instances",),
+        ("health",),
+        ("doctor", "--worker-timeout", "0"),
+        ("top", "--interval", "0.1"),
+        ("update", "nightly", "--every", "2h"),
+        ("reshard", "1"),
+        # Wrong ones:
+        ("show", "nigthly"),
+        ("why", "nigthly", "now"),
+        ("why", "nightly", "soon"),
+        ("preview", "nigthly"),
+        ("pause", "nigthly"),
+        ("delete", "nigthly", "--yes"),
+        ("delete", "nightly"),
+        ("list", "--status", "odd"),
+        ("list", "--instance", "nobody"),
+        ("list", "--no-such-option"),
+        ("create", "x", "--every", "1h"),
+        ("create", "x", "--every", "1h", "--task", "shop.bil"),
+        ("create", "x", "--cron", "* * * *", "--task", "shop.bill"),
+        ("update", "nightly"),
+        ("runs", "nigthly"),
+        ("dead", "requeue", "nothing"),
+        ("cancel", "nothing"),
+        ("audit", "nigthly"),
+        ("health", "--instance", "nobody"),
+        ("reshard", "0"),
+        ("lsit",),
+    ],
+)
+def test_json_is_exactly_one_document_whatever_is_found(run: Run, args: tuple[str, ...]) -> None:
+    create(run)
+    ran = run(*args, "--json")
+    document = json.loads(ran.out)  # nothing before it, nothing after it
+    assert ran.status in (0, 1, 2)
+    assert (ran.status == 2) == (
+        isinstance(document, dict)
+        and document.get("error", {}).get("type") not in (None, "Aborted")
+    )
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("args", "suggestion"),
+    [
+        (("show", "nigthly"), "'nightly'"),
+        (("lsit",), "'list'"),
+        (("dead", "lsit"), "'list'"),
+        (("delete", "Nightly2"), "'nightly'"),
+        (("create", "x", "--every", "1h", "--task", "shop.bil"), "'shop.bill'"),
+        (("create", "x", "--every", "1h", "--task", "remnid"), "'remind'"),
+        (("list", "--statsu", "active"), "--status"),
+    ],
+)
+def test_a_wrong_name_suggests_the_right_one(
+    run: Run, args: tuple[str, ...], suggestion: str
+) -> None:
+    create(run)
+    ran = run(*args)
+    assert ran.status == 2
+    assert ran.out == ""
+    assert suggestion in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_without_redis_a_command_says_so_and_its_status_is_3(make_app: MakeApp) -> None:
+    app = make_app(dtimer_redis_url=NOBODY)
+    ran = run_command(app, "list", "--json")
+    assert ran.status == 3
+    assert ran.document["error"]["type"] == "StoreUnavailableError"
+    assert "localhost:1" in ran.err
+
+
+def test_no_password_is_shown(make_app: MakeApp) -> None:
+    app = make_app(dtimer_redis_url="redis://user:hush@localhost:1/0")
+    for args in (("list",), ("list", "--json"), ("doctor",), ("health", "--json")):
+        ran = run_command(app, *args)
+        assert "hush" not in ran.out + ran.err
+
+
+def test_a_setting_that_is_wrong_is_wrong_use(make_app: MakeApp) -> None:
+    ran = run_command(make_app(dtimer_batch_size=0), "list")
+    assert ran.status == 2
+    assert "dtimer_batch_size=0" in ran.err
+
+
+def test_another_service_can_be_named(run: Run, app: Celery) -> None:
+    create(run)
+    assert run("--service", "billing", "list", "--json").document == []
+    other = DistributedTimer(app, "billing")
+    other.create_timer("theirs", 60, "shop.bill")
+    assert [each["name"] for each in run("--service", "billing", "list", "--json").document] == [
+        "theirs"
+    ]
+    assert [each["name"] for each in run("list", "--json").document] == ["nightly"]
+    other.store.close()
+
+
+# ------------------------------------------------------------------ looking
+
+
+def test_a_list_is_sorted_by_the_next_run_or_otherwise(run: Run) -> None:
+    create(run, "b", "--every", "3h")
+    create(run, "a", "--every", "2h")
+    create(run, "c", "--every", "1h")
+    run("pause", "c")
+
+    def names(*args: str) -> list[str]:
+        return [each["name"] for each in run("list", "--json", *args).document]
+
+    assert names() == ["a", "b", "c"]
+    assert names("--sort", "name") == ["a", "b", "c"]
+    assert names("--sort", "name", "--offset", "1", "--limit", "1") == ["b"]
+    assert names("--status", "paused") == ["c"]
+    assert names("--name", "?") == ["a", "b", "c"]
+    assert names("--task", "shop.none") == []
+
+
+def test_in_a_pipe_a_timer_is_a_line(run: Run) -> None:
+    timer = create(run)
+    (row,) = run("list").rows
+    assert row[:3] == [timer["id"], "nightly", "active"]
+    assert datetime.fromisoformat(row[3].replace("Z", "+00:00")) > datetime.now(timezone.utc)
+
+
+def test_show_tells_all_of_a_timer_by_name_and_by_id(run: Run) -> None:
+    timer = create(
+        run,
+        "nightly",
+        *("--cron", "30 2 * * *", "--timezone", "Europe/Paris", "--args", '[1, "two"]'),
+        *("--kwargs", '{"a": null}', "--queue", "slow", "--priority", "3", "--jitter", "5s"),
+        *("--misfire-grace-time", "1h", "--max-runs", "5", "--overlap", "skip"),
+        *("--description", "what it does", "--option", 'headers={"x": 1}'),
+    )
+    for name in ("nightly", timer["id"]):
+        shown = run("show", name, "--json").document
+        assert shown == timer
+    assert shown["schedule"] == "30 2 * * * (Europe/Paris)"
+    assert (shown["args"], shown["kwargs"]) == ([1, "two"], {"a": None})
+    assert shown["options"] == {"queue": "slow", "priority": 3, "headers": {"x": 1}}
+    assert shown["policy"] == {
+        "jitter": 5.0,
+        "misfire_grace_time": 3600.0,
+        "max_runs": 5,
+        "overlap": "skip",
+    }
+    fields = dict(run("show", "nightly").rows)
+    assert fields["option queue"] == "slow"
+    assert fields["description"] == "what it does"
+
+
+def test_preview_shows_ten_runs_and_marks_where_clocks_change(run: Run) -> None:
+    after = ("--after", "2027-03-26T12:00", "--timezone", "Europe/Paris")
+    rows = run("preview", "0 2 * * *", *after, "--json").document
+    assert len(rows) == 10
+    assert [row["run_at"] for row in rows[:3]] == [
+        "2027-03-27T02:00:00+01:00",
+        "2027-03-28T03:00:00+02:00",
+        "2027-03-29T02:00:00+02:00",
+    ]
+    assert [row["clocks_changed_by"] for row in rows[:3]] == [None, 3600.0, None]
+    marked = [row for row in run("preview", "0 2 * * *", *after).rows if row[-1]]
+    assert [row[-1] for row in marked] == ["<- clocks went forward 1 h before it"]
+    autumn = ("--after", "2027-10-30T23:00", "--timezone", "Europe/Paris", "-n", "5")
+    hours = run("preview", "0 * * * *", *autumn, "--json").document
+    marked_hours = [row["run_at"] for row in hours if row["clocks_changed_by"] is not None]
+    assert marked_hours == ["2027-10-31T02:00:00+01:00"]
+
+
+def test_preview_of_a_timer_goes_by_its_policy(run: Run) -> None:
+    create(run, "few", "--every", "1h", "--max-runs", "3")
+    assert len(run("preview", "few", "--json").document) == 3
+
+
+def test_why_answers_for_a_moment(run: Run) -> None:
+    create(run)
+    ran = run("why", "nightly", "2020-01-01T00:00Z", "--json")
+    assert ran.status == 0
+    assert ran.document["moment"] == "2020-01-01T00:00:00.000Z"
+    assert "created" in ran.document["answer"]
+    assert "was created" in run("why", "nightly", "now").out
+    assert "still to come" in run("why", "nightly", "in 1h").out
+    assert "no run is scheduled" in run("why", "nightly", "in 90m").out
+
+
+# ------------------------------------------------------------------ changing
+
+
+def test_create_takes_each_kind_of_schedule(run: Run) -> None:
+    for options, rule in (
+        (("--every", "90s"), "every 90 s"),
+        (("--cron", "*/5 * * * *"), "*/5 * * * * (UTC)"),
+        (("--rrule", "FREQ=DAILY;BYHOUR=9", "--start-at", "2026-01-01"), "FREQ=DAILY"),
+        (("--at", "2099-01-01T00:00Z"), "once at 2099-01-01T00:00:00+00:00"),
+        (("--solar", "sunset", "48.8", "2.3"), "sunset at 48.8, 2.3"),
+    ):
+        ran = run("create", f"t {options[0]}", *options, "--task", "shop.bill", "--json")
+        assert ran.status == 0, ran
+        assert rule in ran.document["schedule"]
+
+
+def test_create_takes_the_short_name_of_a_callback_and_an_unknown_task_if_told(run: Run) -> None:
+    ran = run("create", "a", "--every", "1h", "--task", "remind", "--json")
+    assert ran.document["task"].endswith("remind")
+    ran = run("create", "b", "--every", "1h", "--task", "else.where", "--unregistered", "--json")
+    assert ran.document["task"] == "else.where"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--task", "shop.bill"), "--every"),
+        (("--every", "1h"), "--task"),
+        (("--every", "0", "--task", "shop.bill"), "schedule"),
+        (("--every", "1h", "--cron", "* * * * *", "--task", "shop.bill"), "exclude"),
+        (("--cron", "61 * * * *", "--task", "shop.bill"), "61"),
+        (("--cron", "0 0 31 4 *", "--task", "shop.bill"), "never"),
+        (("--every", "1h", "--task", "shop.bill", "--timezone", "Mars/Base"), "Mars/Base"),
+        (("--every", "1h", "--task", "shop.bill", "--args", "{}"), "{}"),
+        (("--every", "1h", "--task", "shop.bill", "--max-runs", "0"), "max_runs=0"),
+        (("--every", "1h", "--task", "shop.bill", "--option", "qeue=a"), "queue"),
+        (
+            (
+                "--every",
+                "1h",
+                "--task",
+                "shop.bill",
+                "--end-at",
+                "2000-01-01",
+                "--start-at",
+                "2001-01-01",
+            ),
+            "end_at",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_timer_is_told_and_nothing_is_stored(
+    run: Run, options: tuple[str, ...], told: str
+) -> None:
+    ran = run("create", "x", *options)
+    assert ran.status == 2, ran
+    assert told in ran.err
+    assert run("list", "--json").document == []
+
+
+def test_update_changes_what_is_named_and_unsets(run: Run) -> None:
+    timer = create(run, "nightly", "--queue", "slow", "--max-runs", "5", "--args", "[1]")
+    ran = run(
+        "update", "nightly", "--every", "2h", "--unset", "queue", "--unset", "max-runs", "--json"
+    )
+    assert ran.status == 0, ran
+    assert ran.document["schedule"] == "every 2 h"
+    assert ran.document["options"] == {}
+    assert ran.document["policy"] == {}
+    assert ran.document["args"] == [1]
+    stale = run("update", "nightly", "--every", "3h", "--if-revision", timer["revision"], "--json")
+    assert stale.status == 1
+    assert stale.document["error"]["type"] == "ConflictError"
+    assert run("update", "nightly", "--unset", "schedule").status == 2
+
+
+def test_pause_resume_stop_and_trigger_several(run: Run, timers: DistributedTimer) -> None:
+    create(run, "a")
+    create(run, "b")
+
+    def statuses() -> set[str]:
+        return {timer.status for timer in timers.get_timers(name="?")}
+
+    assert run("pause", "a", "b").status == 0
+    assert statuses() == {"paused"}
+    assert run("resume", "--name", "?", "--yes").status == 0
+    assert statuses() == {"active"}
+    assert run("stop", "a", "b").status == 0
+    assert statuses() == {"stopped"}
+    ran = run("pause", "a", "b", "--json")
+    assert ran.status == 1
+    assert [each["done"] for each in ran.document] == [False, False]
+    assert run("trigger", "a").status == 0
+
+
+def test_one_wrong_name_changes_nothing(run: Run, timers: DistributedTimer) -> None:
+    create(run, "a")
+    ran = run("delete", "a", "nothing", "--yes")
+    assert ran.status == 2
+    assert timers.get_timer("a").status == "active"
+
+
+def test_delete_asks_and_a_pattern_that_matches_nothing_is_wrong(
+    run: Run, timers: DistributedTimer
+) -> None:
+    for name in ("a1", "a2", "b[1]"):
+        create(run, name)
+    assert run("delete", "--name", "a*", input="n\n").status == 1
+    assert len(timers.get_timers()) == 3
+    ran = run("delete", "--name", "a*", input="y\n")
+    assert (ran.status, ran.out) == (0, "deleted 'a1'\ndeleted 'a2'\n")
+    assert "Delete these 2 timers?" in ran.err
+    assert run("delete", "--name", "zzz*", "--yes").status == 2
+    assert run("delete").status == 2
+    assert run("delete", "--name", "b[1]", "--yes").status == 0
+    assert timers.get_timers() == []
+
+
+# ------------------------------------------------------------------ names (case 35)
+
+ODD_NAMES = [
+    *("a:b", "a b", "{x}", "*?[]", ":schedule", ":lock", "timer_queue", "meta", "-x", "--json"),
+    *("Straße", "STRASSE", "é", "e\u0301", "a\nb", "a\tb", "", "日本", "😀", "'\"\\", "None"),
+    "n" * 100_000,
+]
+
+
+def test_odd_names_make_the_round_trip(run: Run, timers: DistributedTimer) -> None:
+    """Created, listed, shown, edited, triggered and deleted by name; no other is touched."""
+    for name in ODD_NAMES:
+        ran = run("create", "--every", "1h", "--task", "shop.bill", "--json", "--", name)
+        assert ran.status == 0, (name[:50], ran)
+    listed = run("list", "--json").document
+    assert sorted(each["name"] for each in listed) == sorted(ODD_NAMES)
+    assert len(run("list").rows) == len(ODD_NAMES)  # a line each, whatever is in the name
+    for name in ODD_NAMES:
+        assert run("show", "--json", "--", name).document["name"] == name
+        changed = run("update", "--every", "2h", "--json", "--", name).document
+        assert (changed["name"], changed["schedule"]) == (name, "every 2 h")
+        for command in ("pause", "resume", "trigger", "stop"):
+            assert run(command, "--", name).status == 0, (command, name[:50])
+    for left, name in zip(range(len(ODD_NAMES) - 1, -1, -1), ODD_NAMES, strict=True):
+        assert run("delete", "--yes", "--", name).status == 0
+        assert len(timers.get_timers()) == left
+
+
+def test_a_pattern_takes_only_stars_and_question_marks(run: Run) -> None:
+    for name in ("*?[]", "ab[]", "{x}"):
+        create(run, name)
+    found = run("list", "--name", "*[]", "--json").document
+    assert sorted(each["name"] for each in found) == ["*?[]", "ab[]"]
+
+
+# ------------------------------------------------------------------ pending calls (case 44)
+
+
+def test_pending_calls_are_listed_searched_and_cancelled(make_app: MakeApp) -> None:
+    app = make_app(dtimer_eta_threshold=1)
+    timers = DistributedTimer(app)
+
+    @app.task(name="shop.bill")
+    def bill(*_: Any, **__: Any) -> None: ...
+
+    @app.task(name="shop.other")
+    def other() -> None: ...
+
+    first = bill.apply_async((1,), {"who": "ann"}, countdown=3600)
+    second = bill.apply_async((2,), {"who": "bob"}, countdown=7200, queue="slow")
+    third = other.apply_async(eta=datetime.now(timezone.utc) + timedelta(days=30))
+
+    def ids(*args: str) -> list[str]:
+        return [each["task_id"] for each in run_command(app, "pending", "--json", *args).document]
+
+    assert ids() == [first.id, second.id, third.id]
+    assert ids("--task", "shop.bill") == [first.id, second.id]
+    assert ids("--queue", "slow") == [second.id]
+    assert ids("--args", "[1]") == [first.id]
+    assert ids("--kwargs", '{"who": "bob"}') == [second.id]
+    assert ids("--after", "in 90m") == [second.id, third.id]
+    assert ids("--before", "in 90m") == [first.id]
+    assert ids("--limit", "1", "--offset", "1") == [second.id]
+    (row, *_) = run_command(app, "pending").rows
+    assert row[:2] == [first.id, "shop.bill"]
+    assert row[3] == f"{app.conf.task_default_queue}"
+    assert "ann" not in run_command(app, "pending", "--json").out
+    assert "ann" in run_command(app, "pending", "--json", "--arguments").out
+    assert run_command(app, "cancel", second.id).status == 0
+    again = run_command(app, "cancel", second.id, "--json")
+    assert (again.status, again.document) == (1, [{"task_id": second.id, "done": False}])
+    assert ids() == [first.id, third.id]
+    for id in (first.id, third.id):
+        assert timers.cancel(id)
+    timers.store.close()
+
+
+# ------------------------------------------------------------------ runs and instances
+
+
+def test_what_a_running_instance_does_is_seen(run: Run, timers: DistributedTimer) -> None:
+    id = timers.start()
+    wait_until(lambda: timers.get_service_instances(), "the instance has registered")
+    create(run)
+    run("trigger", "nightly")
+    wait_until(lambda: timers.get_runs(), "the trigger was sent")
+    (instance,) = run("instances", "--json").document
+    assert (instance["id"], instance["state"]) == (id, "active")
+    assert instance["heartbeat_age"] < 60
+    assert run("health").status == 0
+    assert run("health", "--instance", id, "--json").document["healthy"] is True
+    assert run("list", "--instance", id, "--json").document[0]["name"] == "nightly"
+    (record,) = run("runs", "--json").document
+    assert (record["state"], record["name"]) == ("queued", "nightly")  # no worker has recorded it
+    assert run("runs", "nightly", "--state", "failed", "--json").document == []
+    assert run("audit", "--json").document[0]["ok"] is True
+    top = run("top", "--json", "--interval", "0.1").document
+    assert top["sent"] == 1
+    assert top["coming"][0]["name"] == "nightly"
+    assert "service orders" in run("top", "--interval", "0.1").out
+    (close, *_) = run("list", "--instance", id[:-1] + "x").err.splitlines()[1:]
+    assert id in close
+
+
+def test_health_is_1_without_an_instance_on_this_host(run: Run, timers: DistributedTimer) -> None:
+    ran = run("health", "--json")
+    assert (ran.status, ran.document["healthy"]) == (1, False)
+    assert ran.document["host"] == local_host()
+    timers.start()
+    wait_until(lambda: timers.get_service_instances(), "the instance has registered")
+    assert run("health", "--instance", "another:1:00000000").status == 1
+    timers.stop()
+    assert run("health").status == 1
+
+
+def test_doctor_finds_that_nobody_runs(run: Run) -> None:
+    create(run)
+    ran = run("doctor", "--worker-timeout", "0", "--json")
+    assert ran.status == 1
+    found = {each["check"]: each for each in ran.document}
+    assert found["instances"]["severity"] == "error"
+    assert found["instances"]["advice"]
+    rows = run("doctor", "--worker-timeout", "0").rows
+    assert ["error", "instances"] in [row[:2] for row in rows]
+
+
+def test_dead_letters_are_listed_requeued_and_purged(
+    run: Run, timers: DistributedTimer, app: Celery
+) -> None:
+    create(run, "doomed")
+    id = timers.get_timer("doomed").id
+    _bury(timers, id)
+    (letter,) = run("dead", "list", "--json").document
+    assert letter["name"] == "doomed"
+    assert "args" not in letter
+    wrong = run("dead", "requeue", letter["id"][:-1])
+    assert wrong.status == 2
+    assert letter["id"] in wrong.err
+    assert run("dead", "requeue").status == 2
+    assert run("dead", "requeue", letter["id"]).status == 0
+    assert run("dead", "list", "--json").document == []
+    _bury(timers, id)
+    assert run("dead", "purge", "--json").status == 1
+    assert run("dead", "purge", "--before", "2020-01-01", "--yes", "--json").document == {
+        "removed": 0
+    }
+    assert run("dead", "purge", "--yes", "--json").document == {"removed": 1}
+
+
+def _bury(timers: DistributedTimer, id: str) -> None:
+    """Leave the dead letter of a run, as a worker does in which it has failed."""
+    run = OutRun("4b3c", id, 1_750_000_000_000, 1, message="m", worker="celery@here")
+    assert timers.store.run_ended(run, FAILED, error="ValueError: no", letter={"reason": FAILED})
+
+
+def test_reshard_says_what_to_set(run: Run, timers: DistributedTimer) -> None:
+    create(run)
+    ran = run("reshard", "2")
+    assert ran.status == 0, ran
+    assert "dtimer_shards = 2" in ran.out
+    assert len(timers.store.stores) == 2
+    assert run("reshard", "65").status == 2
