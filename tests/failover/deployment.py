@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import pytest
 from celery import Celery
 
 from celery_dtimer import DistributedTimer
+from tests.commands import run_command
 from tests.conftest import app_settings
 from tests.failover.warm import CeleryProcess
 from tests.ledger import Ledger, QueueReader, read_run
@@ -97,6 +99,25 @@ class Deployment:
         wait_until(lambda: " ready." in worker.log_text(), "the worker to be ready", 20)
         return worker
 
+    def command(self, *args: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
+        """Run a command of ``celery dtimer`` to its end, as a user does."""
+        return subprocess.run(
+            [sys.executable, "-m", "celery", "-A", "tests.failover.app", "dtimer", *args],
+            cwd=self.folder,
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def told(self, *args: str) -> Any:
+        """Return the JSON document of a command that succeeds, run in the test's process."""
+        ran = run_command(self.app, args[0], "--json", *args[1:])
+        assert ran.status == 0, ran
+        return ran.document
+
     def start_embedded(self) -> Process:
         """Start a plain process that calls ``DistributedTimer.start()``."""
         argv = [sys.executable, "-m", "tests.failover.embedded"]
@@ -133,6 +154,11 @@ class Deployment:
         )
         self.processes.append(process)
         return process.start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the service's processes find in their environment."""
+        return self._environment(self.settings)
 
     def _environment(self, settings: dict[str, Any]) -> dict[str, str]:
         return {
