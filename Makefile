@@ -30,8 +30,8 @@ SERVER_TESTS := tests/integration tests/topologies tests/failover/test_redis_fau
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test failover takeovers soak fuzz clock-changes lint demo chaos bench bench-large matrix \
-  servers-matrix build clean
+.PHONY: help venv test failover takeovers soak fuzz clock-changes lint demo chaos bench bench-large \
+  import-time matrix servers-matrix build clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 23
@@ -76,6 +76,9 @@ bench: $(VENV)/.bench ## Measure beside Celery beat, redbeat and BullMQ
 
 bench-large: $(VENV)/.bench ## Measure with 1,000,000 timers
 	$(VENV)/bin/python -m tests.benchmarks --only stored_large all_due_large --rounds 1 $(ARGS)
+
+import-time: $(VENV)/.installed ## Measure what importing the package takes, beside Celery itself
+	@$(VENV)/bin/python -m tests.benchmarks.imports $(ARGS)
 
 matrix: ## Run the tests on several Pythons, with old libraries and with new ones
 	@for version in $(MATRIX); do \
