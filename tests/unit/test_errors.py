@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from celery.exceptions import ImproperlyConfigured
 
 from celery_dtimer import errors
-from celery_dtimer.errors import EXTRAS, DistributedTimerError, invalid, missing_extra, shown
+from celery_dtimer.errors import DistributedTimerError, invalid, missing_extra, shown
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,13 +49,6 @@ def test_a_long_value_is_cut() -> None:
 
 
 # ------------------------------------------------------------------ extras
-
-
-@pytest.mark.parametrize(("extra", "package"), EXTRAS.items())
-def test_each_extra_that_is_named_brings_its_package(extra: str, package: str) -> None:
-    needed = requires("celery-dtimer") or []
-    of_the_extra = [each for each in needed if each.endswith(f"extra == '{extra}'")]
-    assert any(each.startswith(package) for each in of_the_extra)
 
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it() -> None:
