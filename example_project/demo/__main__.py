@@ -10,10 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from celery_dtimer.errors import DistributedTimerError
+from celery_dtimer.errors import DistributedTimerError, missing_extra
 from example_project.demo.processes import Children, DemoError, raise_on_signals
-from example_project.demo.screen import open_screen
-from example_project.demo.story import Story
 
 _ROOT = Path(__file__).parents[2]
 _SHORTEST = 20.0
@@ -40,6 +38,14 @@ def main() -> int:
 
 
 def _run(seconds: float) -> int:
+    try:
+        import rich  # noqa: F401 - what is imported below needs it
+    except ImportError:
+        sys.stderr.write(f"{missing_extra('The demo', 'demo')}\n")
+        return 1
+    from example_project.demo.screen import open_screen
+    from example_project.demo.story import Story
+
     children = Children(_ROOT)
     try:
         with open_screen() as screen:

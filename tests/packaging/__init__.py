@@ -1,0 +1,1 @@
+"""What would be published, as users install it: ``make package`` builds it and runs these tests."""
