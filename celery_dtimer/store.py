@@ -82,7 +82,7 @@ _SCANNED = 100  # keys that are passed with one call
 
 _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
-    *("report", "give_up", "steal", "rezoned"),
+    *("report", "give_up", "steal", "rezoned", "drain", "undrain"),
     *("upsert", "delete", "pause", "resume", "stop", "trigger"),
     *("hold", "cancel"),
     *("due", "commit", "linked", "purge"),
@@ -100,6 +100,7 @@ _PLACED = {
     *("depart", "arrive", "moved", "arrive_runs", "drop_runs", "arrive_letters", "drop_letters"),
 }
 _FENCED, _BUSY, _UNLINKED, _FULL, _ELSEWHERE = -1, -2, -3, -4, -9
+_NO_TAKER = -3  # of ``drain.lua``
 _OUT_FIELDS = 8  # what ``running`` says of a run
 _WAITS = "waits"  # in the place of the number of refusals
 _SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
@@ -268,6 +269,16 @@ class Moved:
     busy: bool = False
     next_expiry_ms: int | None = None
     reaped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The answer to a batch of what an instance is to hand over."""
+
+    count: int = 0
+    left: int = 0  #: timers that it owns still, and that may move a little later
+    is_unknown: bool = False  #: it is not registered
+    is_alone: bool = False  #: nobody else could take them: nothing was done
 
 
 class Repair(NamedTuple):
@@ -774,6 +785,19 @@ class Store:
         """Take a batch of the timers of an instance that lags by more than ``lag_ms``."""
         answer = self._call("steal", instance, epoch, lag_ms, limit)
         return Moved(busy=True) if answer == _BUSY else Moved(answer[0], bool(answer[1]))
+
+    def drain(self, instance: str, limit: int = _HANDED) -> Drained:
+        """Hand over a batch of an instance's timers, which from then on is given no more."""
+        answer = self._call("drain", instance, limit)
+        if answer == _BUSY:
+            return Drained(left=1)
+        if answer == _NO_TAKER:
+            return Drained(is_alone=True)
+        return Drained(*answer) if answer else Drained(is_unknown=True)
+
+    def undrain(self, instance: str) -> int:
+        """Let a drained instance be given timers again; return the code of ``undrain.lua``."""
+        return int(self._call("undrain", instance))
 
     def declare(
         self, instance: str, epoch: int, source: str, digest: str, ids: Sequence[str]
