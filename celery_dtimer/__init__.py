@@ -28,6 +28,7 @@ from celery_dtimer.errors import (
 from celery_dtimer.model import Instance, Timer
 from celery_dtimer.runs import DeadLetter, RunRecord
 from celery_dtimer.scheduler import DistributedScheduler
+from celery_dtimer.services import ServiceSummary
 from celery_dtimer.timers import DistributedTimer
 from celery_dtimer.version import __version__
 from celery_dtimer.worker import CallbackTimer
@@ -50,6 +51,7 @@ __all__ = [
     "PendingTask",
     "RunRecord",
     "SchemaError",
+    "ServiceSummary",
     "SettingsError",
     "StoreError",
     "StoreUnavailableError",

@@ -21,12 +21,13 @@ from datetime import datetime
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
     MasterDownError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -149,6 +150,19 @@ def _sendable(argument: Any) -> Any:
 def encode_name(name: str) -> str:
     """Return a name as it stands in keys: percent-encoded but for letters, digits and ``-_~``."""
     return quote(name, safe="", errors="surrogatepass").replace(".", "%2E")
+
+
+def decode_name(text: str) -> str:
+    """Return the name that `encode_name` was given."""
+    return unquote(text, errors="surrogatepass")
+
+
+_GLOB = re.compile(r"[][*?\\^]")
+
+
+def _literally(text: str) -> str:
+    """Return a text as a pattern of SCAN that stands for itself."""
+    return _GLOB.sub(lambda found: "\\" + found[0], text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -894,12 +908,31 @@ class Store:
     @property
     def _glob(self) -> str:
         """The pattern of the service's keys that have an id, as SCAN takes it."""
-        special = re.compile(r"[][*?\\^]")
-        prefix, service = (
-            special.sub(lambda found: "\\" + found[0], text)
-            for text in (self.settings.key_prefix, self.keys.tag)
-        )
-        return f"{prefix}*:{{{service}}}:*"
+        return f"{_literally(self.settings.key_prefix)}*:{{{_literally(self.keys.tag)}}}:*"
+
+    def tags(self) -> Iterator[str]:
+        """Yield what is in braces in the keys of all services that this one's prefix has.
+
+        On a cluster all of its masters are asked.
+
+        Raises:
+            StoreError: the server's user may not use SCAN.
+        """
+        prefix = self.settings.key_prefix
+        pattern = re.compile(f"{re.escape(prefix)}meta:{{([^{{}}]+)}}", re.DOTALL)
+        seen: set[str] = set()
+        with self._errors():
+            try:
+                for key in self.client.hashes_like(f"{_literally(prefix)}meta:{{*}}", _PAGE):
+                    found = pattern.fullmatch(key)
+                    if found and found[1] not in seen:
+                        seen.add(found[1])
+                        yield found[1]
+            except NoPermissionError as exc:
+                raise StoreError(
+                    f"services are found by SCAN, which the user of Redis at "
+                    f"{self.settings.masked_url} may not use: {self._told(exc)}"
+                ) from exc
 
     def vanished(
         self, instance: str, epoch: int, timers: Iterable[tuple[str, str, int | None]]
@@ -942,6 +975,11 @@ class Store:
     def information(self, *sections: str) -> dict[str, Any]:
         """Return what the server says of itself, {} when it does not."""
         return self._known_of_server(lambda pipe: [pipe.info(section) for section in sections])
+
+    def inactive_count(self) -> int:
+        """Return how many timers there are that are paused, stopped or broken."""
+        with self._errors():
+            return int(self.client.zcard(self.keys("inactive_timers")))
 
     def stored_schema(self) -> int:
         """Return the schema of what is stored, 0 when none was noted yet."""

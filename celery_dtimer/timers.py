@@ -67,6 +67,7 @@ from celery_dtimer.runs import (
     told,
 )
 from celery_dtimer.scheduler import DistributedScheduler
+from celery_dtimer.services import ServiceSummary, find_services
 from celery_dtimer.settings import Settings, check_shards
 from celery_dtimer.sharding import Shards
 from celery_dtimer.signals import timer_failed
@@ -611,6 +612,16 @@ class DistributedTimer:
     def get_service_instances(self) -> list[Instance]:
         """Return the service's registered instances, oldest first."""
         return self.store.instances()
+
+    def get_services(self) -> list[ServiceSummary]:
+        """Return the services that this Redis has under ``dtimer_key_prefix``, by their names.
+
+        They are found by SCAN, on a cluster on all of its masters.
+
+        Raises:
+            StoreError: Redis refused: its user may not use SCAN, say.
+        """
+        return find_services(self.store.settings)
 
     def pending_count(self, instance: str | None = None) -> int:
         """Return how many timers wait for their next run, in the service or at one instance."""
