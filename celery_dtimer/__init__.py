@@ -18,6 +18,7 @@ from celery_dtimer.errors import (
     DistributedTimerError,
     EmbeddedServerError,
     FencedError,
+    InstanceNotFoundError,
     InvalidTimerError,
     NewerError,
     SchemaError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from celery_dtimer.model import Instance, Timer
     from celery_dtimer.runs import DeadLetter, RunRecord
     from celery_dtimer.scheduler import DistributedScheduler
+    from celery_dtimer.services import ServiceSummary
     from celery_dtimer.timers import DistributedTimer
     from celery_dtimer.worker import CallbackTimer
 
@@ -51,11 +53,13 @@ __all__ = [
     "FencedError",
     "Finding",
     "Instance",
+    "InstanceNotFoundError",
     "InvalidTimerError",
     "NewerError",
     "PendingTask",
     "RunRecord",
     "SchemaError",
+    "ServiceSummary",
     "SettingsError",
     "StoreError",
     "StoreUnavailableError",
@@ -76,6 +80,7 @@ _HOMES = {
     "DeadLetter": "runs",
     "RunRecord": "runs",
     "DistributedScheduler": "scheduler",
+    "ServiceSummary": "services",
     "DistributedTimer": "timers",
     "CallbackTimer": "worker",
 }

@@ -266,6 +266,15 @@ class Client(redis.Redis):
 
         return finish
 
+    def hashes_like(self, pattern: str, count: int) -> Iterator[str]:
+        """Yield the keys of hashes that match a pattern, some of them twice.
+
+        Args:
+            pattern: as SCAN takes it.
+            count: so many keys are passed with one call.
+        """
+        return cast("Iterator[str]", self.scan_iter(match=pattern, count=count, _type="HASH"))
+
     def look_up_anew(self) -> None:
         """Let the next call open a new connection; other threads finish what they do."""
         self.connection_pool.disconnect(inuse_connections=False)
@@ -373,6 +382,7 @@ class SlotClient(Client):
         self._nodes = list(nodes)
         self._node_options = {k: v for k, v in options.items() if k not in ("host", "port")}
         self._timeout = timeout
+        self._masters: list[Address] = []
         self._pools: dict[Address, redis.ConnectionPool] = {}
         self._current: redis.ConnectionPool | None = None
         self._finding = threading.Lock()
@@ -437,6 +447,13 @@ class SlotClient(Client):
         assert not transaction, shard_hint  # noqa: S101 - a transaction could not be followed
         return _SlotPipeline(self)
 
+    def hashes_like(self, pattern: str, count: int) -> Iterator[str]:
+        """Yield the keys of hashes on all masters that match a pattern, some of them twice."""
+        self._find()
+        for node in list(self._masters):
+            found = Client(connection_pool=self._pool_of(node)).hashes_like(pattern, count)
+            yield from found
+
     def look_up_anew(self) -> None:
         """Let the next call ask which node has the slot; other threads finish what they do."""
         with self._finding:
@@ -497,6 +514,7 @@ class SlotClient(Client):
     def _learn(self, rows: list[Any], asked: Address) -> Address:
         """Remember the nodes in an answer; return which has the slot."""
         owner = None
+        self._masters = list(dict.fromkeys(self._seen(row[2][:2], asked) for row in rows))
         for first, last, *nodes in rows:
             known = [self._seen(each[:2], asked) for each in nodes]
             if first <= self._slot <= last:

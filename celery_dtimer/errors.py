@@ -8,7 +8,8 @@
     │   └── NewerError                a timer was written by a newer version
     ├── TooManyTimersError        the service has as many as dtimer_max_timers allows
     ├── TimerNotFoundError        also LookupError
-    ├── ConflictError             a definition is not the expected one, or kept changing
+    ├── InstanceNotFoundError     also LookupError
+    ├── ConflictError             others' changes, or how the service is, stand against it
     ├── FencedError               the instance's epoch is over
     ├── EmbeddedServerError       the embedded server could not be used
     └── StoreError                Redis refused
@@ -51,8 +52,12 @@ class TimerNotFoundError(DistributedTimerError, LookupError):
     """No timer of the service has this id or name."""
 
 
+class InstanceNotFoundError(DistributedTimerError, LookupError):
+    """No instance of the service that is registered has this id."""
+
+
 class ConflictError(DistributedTimerError):
-    """A timer was changed by others, since it was read or again and again while it was written."""
+    """Something stands against a change: others' changes of a timer, or how the service is now."""
 
     def __init__(self, message: str, revision: str | None = None) -> None:
         """Take the message, and the revision that is stored where that is not the expected one."""

@@ -782,7 +782,7 @@ class Instance:
     service: str
     host: str
     port: int  #: its pid: it listens on none
-    status: str  #: active or leaving
+    status: str  #: active, draining (it is given no more timers) or leaving
     epoch: int  #: the number of its registration
     started_at: datetime
     heartbeat_at: datetime
@@ -802,3 +802,8 @@ class Instance:
     #: Seconds by which its host's clock is ahead of the server's; None before it is known.
     clock_offset: float | None = None
     settings: str = field(default="", repr=False)  #: what all should agree on, as JSON
+
+    @property
+    def is_draining(self) -> bool:
+        """Say whether it is given no more timers: see `DistributedTimer.drain_instance`."""
+        return self.status == "draining"

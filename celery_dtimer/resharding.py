@@ -58,6 +58,7 @@ def reshard(
     if not layout.is_moving:
         return 0
     _wait_for_instances(shards, layout)
+    _keep_drained(shards, layout)
     mover = _Move(shards, on_progress)
     try:
         mover.run()
@@ -98,6 +99,15 @@ def _wait_for_instances(shards: Shards, layout: Layout) -> None:
         "for the others",
         settings.service,
     )
+
+
+def _keep_drained(shards: Shards, layout: Layout) -> None:
+    """Have instances that are drained be given no timers in the new shards either."""
+    before = [shards.store(shard) for shard in shards_of(layout.shards)]
+    drained = {each.id for store in before for each in store.instances() if each.is_draining}
+    for shard in shards_of(layout.wanted):
+        for instance in drained:
+            shards.store(shard).drain(instance)
 
 
 class _Move:

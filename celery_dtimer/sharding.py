@@ -274,6 +274,10 @@ class Shards:
         """Return how many active timers the service, or one instance, has."""
         return sum(store.pending_count(instance) for store in self.stores)
 
+    def inactive_count(self) -> int:
+        """Return how many timers there are that are paused, stopped or broken."""
+        return sum(store.inactive_count() for store in self.stores)
+
     def queued(
         self, from_ms: int | None = None, until_ms: int | None = None
     ) -> Iterator[list[tuple[str, int]]]:

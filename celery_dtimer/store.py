@@ -21,12 +21,13 @@ from datetime import datetime
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
     MasterDownError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -82,7 +83,7 @@ _SCANNED = 100  # keys that are passed with one call
 
 _SCRIPTS = (
     *("register", "heartbeat", "leave", "reap", "rebalance", "declare", "undeclare"),
-    *("report", "give_up", "steal", "rezoned"),
+    *("report", "give_up", "steal", "rezoned", "drain", "undrain"),
     *("upsert", "delete", "pause", "resume", "stop", "trigger"),
     *("hold", "cancel"),
     *("due", "commit", "linked", "purge"),
@@ -100,6 +101,7 @@ _PLACED = {
     *("depart", "arrive", "moved", "arrive_runs", "drop_runs", "arrive_letters", "drop_letters"),
 }
 _FENCED, _BUSY, _UNLINKED, _FULL, _ELSEWHERE = -1, -2, -3, -4, -9
+_NO_TAKER = -3  # of ``drain.lua``
 _OUT_FIELDS = 8  # what ``running`` says of a run
 _WAITS = "waits"  # in the place of the number of refusals
 _SKIPPED = "skipped_"  # the fields that count runs which did not happen, followed by why
@@ -148,6 +150,19 @@ def _sendable(argument: Any) -> Any:
 def encode_name(name: str) -> str:
     """Return a name as it stands in keys: percent-encoded but for letters, digits and ``-_~``."""
     return quote(name, safe="", errors="surrogatepass").replace(".", "%2E")
+
+
+def decode_name(text: str) -> str:
+    """Return the name that `encode_name` was given."""
+    return unquote(text, errors="surrogatepass")
+
+
+_GLOB = re.compile(r"[][*?\\^]")
+
+
+def _literally(text: str) -> str:
+    """Return a text as a pattern of SCAN that stands for itself."""
+    return _GLOB.sub(lambda found: "\\" + found[0], text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +283,16 @@ class Moved:
     busy: bool = False
     next_expiry_ms: int | None = None
     reaped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The answer to a batch of what an instance is to hand over."""
+
+    count: int = 0
+    left: int = 0  #: timers that it owns still, and that may move a little later
+    is_unknown: bool = False  #: it is not registered
+    is_alone: bool = False  #: nobody else could take them: nothing was done
 
 
 class Repair(NamedTuple):
@@ -775,6 +800,19 @@ class Store:
         answer = self._call("steal", instance, epoch, lag_ms, limit)
         return Moved(busy=True) if answer == _BUSY else Moved(answer[0], bool(answer[1]))
 
+    def drain(self, instance: str, limit: int = _HANDED) -> Drained:
+        """Hand over a batch of an instance's timers, which from then on is given no more."""
+        answer = self._call("drain", instance, limit)
+        if answer == _BUSY:
+            return Drained(left=1)
+        if answer == _NO_TAKER:
+            return Drained(is_alone=True)
+        return Drained(*answer) if answer else Drained(is_unknown=True)
+
+    def undrain(self, instance: str) -> int:
+        """Let a drained instance be given timers again; return the code of ``undrain.lua``."""
+        return int(self._call("undrain", instance))
+
     def declare(
         self, instance: str, epoch: int, source: str, digest: str, ids: Sequence[str]
     ) -> bool:
@@ -870,12 +908,31 @@ class Store:
     @property
     def _glob(self) -> str:
         """The pattern of the service's keys that have an id, as SCAN takes it."""
-        special = re.compile(r"[][*?\\^]")
-        prefix, service = (
-            special.sub(lambda found: "\\" + found[0], text)
-            for text in (self.settings.key_prefix, self.keys.tag)
-        )
-        return f"{prefix}*:{{{service}}}:*"
+        return f"{_literally(self.settings.key_prefix)}*:{{{_literally(self.keys.tag)}}}:*"
+
+    def tags(self) -> Iterator[str]:
+        """Yield what is in braces in the keys of all services that this one's prefix has.
+
+        On a cluster all of its masters are asked.
+
+        Raises:
+            StoreError: the server's user may not use SCAN.
+        """
+        prefix = self.settings.key_prefix
+        pattern = re.compile(f"{re.escape(prefix)}meta:{{([^{{}}]+)}}", re.DOTALL)
+        seen: set[str] = set()
+        with self._errors():
+            try:
+                for key in self.client.hashes_like(f"{_literally(prefix)}meta:{{*}}", _PAGE):
+                    found = pattern.fullmatch(key)
+                    if found and found[1] not in seen:
+                        seen.add(found[1])
+                        yield found[1]
+            except NoPermissionError as exc:
+                raise StoreError(
+                    f"services are found by SCAN, which the user of Redis at "
+                    f"{self.settings.masked_url} may not use: {self._told(exc)}"
+                ) from exc
 
     def vanished(
         self, instance: str, epoch: int, timers: Iterable[tuple[str, str, int | None]]
@@ -918,6 +975,11 @@ class Store:
     def information(self, *sections: str) -> dict[str, Any]:
         """Return what the server says of itself, {} when it does not."""
         return self._known_of_server(lambda pipe: [pipe.info(section) for section in sections])
+
+    def inactive_count(self) -> int:
+        """Return how many timers there are that are paused, stopped or broken."""
+        with self._errors():
+            return int(self.client.zcard(self.keys("inactive_timers")))
 
     def stored_schema(self) -> int:
         """Return the schema of what is stored, 0 when none was noted yet."""

@@ -19,7 +19,7 @@ from celery import Celery, Task
 from celery.canvas import Signature
 from celery.schedules import BaseSchedule
 
-from celery_dtimer import consistency, countdowns, doctor, history, planning, schedules
+from celery_dtimer import consistency, countdowns, doctor, draining, history, planning, schedules
 from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.auditing import TimerAudit, audit_store
 from celery_dtimer.canvas import is_canvas, parts_of
@@ -68,6 +68,7 @@ from celery_dtimer.runs import (
     told,
 )
 from celery_dtimer.scheduler import DistributedScheduler
+from celery_dtimer.services import ServiceSummary, find_services
 from celery_dtimer.settings import Settings, check_shards
 from celery_dtimer.sharding import Shards
 from celery_dtimer.signals import timer_failed
@@ -625,10 +626,20 @@ class DistributedTimer:
         """Return the service's registered instances, oldest first."""
         return self.store.instances()
 
+    def get_services(self) -> list[ServiceSummary]:
+        """Return the services that this Redis has under ``dtimer_key_prefix``, by their names.
+
+        They are found by SCAN, on a cluster on all of its masters.
+
+        Raises:
+            StoreError: Redis refused: its user may not use SCAN, say.
+        """
+        return find_services(self.store.settings)
+
     def pending_count(self, instance: str | None = None) -> int:
         """Return how many timers wait for their next run, in the service or at one instance."""
-        if instance is not None and not isinstance(instance, str):
-            raise invalid("instance", instance, "the id of an instance")
+        if instance is not None:
+            _instance_id(instance)
         return self.store.pending_count(instance)
 
     def check_consistency(self) -> list[consistency.Violation]:
@@ -657,6 +668,55 @@ class DistributedTimer:
                 published by a broker that does not answer say; or Redis could not be reached.
         """
         return reshard(self.store, check_shards("shards", shards), on_progress)
+
+    def drain_instance(
+        self, instance: str, on_progress: Callable[[int], None] = lambda moved: None
+    ) -> int:
+        """Hand an instance's timers over to the others, before its host is maintained, say.
+
+        It stays registered and alive, as ``draining``, and is given no more timers until it is
+        restarted, or by `undrain_instance`; only while no other instance is alive timers go to it
+        rather than to nobody. No run is lost or sent twice.
+
+        Args:
+            instance: its id, as `get_service_instances` tells it.
+            on_progress: called now and then with how many timers have moved.
+
+        Returns:
+            how many timers have moved.
+
+        Raises:
+            InstanceNotFoundError: no such instance is registered.
+            ConflictError: no other live instance could take its timers; nothing was changed.
+            StoreUnavailableError: some timers can not be moved now, because their runs are being
+                published by a broker that does not answer say; the instance is given no more, and
+                another call goes on. Or Redis could not be reached.
+        """
+        return draining.drain(self.store, _instance_id(instance), on_progress)
+
+    def undrain_instance(self, instance: str) -> bool:
+        """Let an instance that was drained be given timers again.
+
+        It gets its share with the next check of any instance, or by `rebalance`.
+
+        Args:
+            instance: its id.
+
+        Returns:
+            False if it was not drained: then nothing has changed.
+
+        Raises:
+            InstanceNotFoundError: no such instance is registered.
+        """
+        return draining.undrain(self.store, _instance_id(instance))
+
+    def rebalance(self) -> int:
+        """Give every live instance its share of the timers now; return how many moved.
+
+        Instances do so by themselves when one joins, and leave up to 10 % alone later. What is due
+        this very moment stays where it is. Without a live instance nothing moves.
+        """
+        return draining.even_out(self.store)
 
     def doctor(self, *, worker_timeout: float = 1.0) -> list[Finding]:
         """Return what is so in the service, what is wrong, and what to do about it.
@@ -1225,6 +1285,12 @@ def _check_arguments(args: object, kwargs: object) -> None:
         raise invalid("args", args, "a list or tuple")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise invalid("kwargs", kwargs, "a dict")
+
+
+def _instance_id(instance: object) -> str:
+    if not isinstance(instance, str) or not instance:
+        raise invalid("instance", instance, "the id of an instance")
+    return instance
 
 
 def _check_page(offset: object, limit: object) -> None:

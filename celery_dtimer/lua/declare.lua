@@ -37,7 +37,7 @@ end
 local own = tonumber(redis.call('ZSCORE', seen, digest))
 for _, instance in ipairs(registered()) do
   local row = fields(key('instance', instance.id), 'source', 'declaration')
-  if row[1] == source and row[2] and instance.status == 'active' then
+  if row[1] == source and row[2] and instance.status ~= 'leaving' then
     if tonumber(redis.call('ZSCORE', seen, row[2]) or 0) > own then
       return 0
     end

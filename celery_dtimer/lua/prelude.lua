@@ -159,16 +159,23 @@ local function in_flight(id, owner)
   return ids and string.find(' ' .. ids .. ' ', ' ' .. id .. ' ', 1, true)
 end
 
+-- Says whether an instance was heard within its timeout.
+local function is_heard(instance)
+  return NOW - instance.heartbeat <= instance.timeout
+end
+
 -- The instances that may be given timers, with their loads and what they say of their broker: the best kind that lives.
 -- A broker that is down counts more than a late heartbeat: those heard within two intervals come first, then those within
--- the timeout, then the same two kinds of those whose broker is down.
-local function candidates()
-  local kinds = {{}, {}, {}, {}}
+-- the timeout, then the same two kinds of those whose broker is down. Those that are drained come last: timers go to them
+-- rather than to nobody. One instance may be left out.
+local function candidates(left_out)
+  local kinds = {{}, {}, {}, {}, {}, {}, {}, {}}
   for _, instance in ipairs(registered()) do
-    local age = NOW - instance.heartbeat
-    if instance.status == 'active' and age <= instance.timeout then
+    local is_drained = instance.status == 'draining'
+    if (instance.status == 'active' or is_drained) and instance.id ~= left_out and is_heard(instance) then
       instance.load = redis.call('ZCARD', key('instance_timers', instance.id))
-      local kind = (age <= 2 * instance.interval and 1 or 2) + (instance.broker == 'down' and 2 or 0)
+      local is_late = NOW - instance.heartbeat > 2 * instance.interval
+      local kind = 1 + (is_late and 1 or 0) + (instance.broker == 'down' and 2 or 0) + (is_drained and 4 or 0)
       table.insert(kinds[kind], instance)
     end
   end

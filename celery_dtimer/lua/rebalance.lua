@@ -4,7 +4,8 @@
 -- ARGV[4] drift that is left alone, in percent of a share (0: none)   ARGV[5] limit
 -- ARGV[6] ms by which an instance may be late with its first timer and still be given others
 -- Returns {moved, 1 when more is to be done}, -1 when the caller's epoch is over, -2 when another instance is moving timers.
--- Sticky: only a surplus moves, and what is due within 20 ms stays for the next pass.
+-- Sticky: only a surplus moves, and what is due within 20 ms stays for the next pass. Instances that are drained give away
+-- all they have, to those with a broker that are not.
 -- Worst case: O(instances^2 + limit log timers).
 
 check_types()
@@ -15,6 +16,23 @@ if hindered then
   return hindered
 end
 local live = candidates()
+
+-- Add those that are drained and own timers, which they got while nobody else was alive, or kept: they give all away.
+local function add_drained()
+  for _, instance in ipairs(registered()) do
+    local load = redis.call('ZCARD', key('instance_timers', instance.id))
+    if instance.status == 'draining' and is_heard(instance) and load > 0 then
+      instance.load = load
+      table.insert(live, instance)
+    end
+  end
+end
+
+local takers, drained = #live, 0
+if takers > 0 and live[1].status == 'active' and live[1].broker ~= 'down' then
+  add_drained()
+  drained = #live - takers
+end
 if #live < 2 then
   return {0, 0}
 end
@@ -26,13 +44,17 @@ local total = 0
 for _, instance in ipairs(live) do
   total = total + instance.load
 end
-local share, rest = math.floor(total / #live), total % #live
-if drift > 0 and live[1].load - live[#live].load <= math.max(1, total / #live * drift / 100) then
+local share, rest = math.floor(total / takers), total % takers
+if drift > 0 and drained == 0 and live[1].load - live[#live].load <= math.max(1, total / #live * drift / 100) then
   return {0, 0}
 end
 local surplus, room, deficits = 0, 0, {}
-for i, instance in ipairs(live) do
-  instance.target = share + (i <= rest and 1 or 0)
+for _, instance in ipairs(live) do
+  instance.target = 0
+  if drained == 0 or instance.status == 'active' then
+    instance.target = share + (rest > 0 and 1 or 0)
+    rest = rest - 1
+  end
   if instance.load < instance.target then
     local head = redis.call('ZRANGE', key('instance_timers', instance.id), 0, 0, 'WITHSCORES')[2]
     if not head or tonumber(head) >= late then

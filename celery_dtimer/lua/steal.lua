@@ -4,7 +4,7 @@
 -- ARGV[1] now or ""   ARGV[2] instance id of the caller   ARGV[3] epoch   ARGV[4] lag in ms that is left alone   ARGV[5] limit
 -- Returns {moved, 1 when more lags}, -1 when the caller's epoch is over, -2 when another instance is moving timers.
 -- The most overdue instance with a timer to take is helped. What it has in flight stays: it may be published by now. An
--- instance that is leaving, or whose broker is down, takes nothing. The mover is not held, so that several may help.
+-- instance that is leaving or drained, or whose broker is down, takes nothing. The mover is not held, so that several may help.
 -- Worst case: O(instances log instances + (limit + timers in flight) log timers).
 
 check_types()

@@ -27,6 +27,7 @@ from celery_dtimer.policy import Policy
 from celery_dtimer.runs import read_letters, requeued
 from celery_dtimer.store import (
     IN_FLIGHT,
+    Drained,
     DueTimer,
     Heartbeat,
     Link,
@@ -683,6 +684,198 @@ def test_give_up_of_another_epoch_is_fenced(service: Service) -> None:
     service.join()
     with pytest.raises(FencedError):
         service.store.give_up("a", OVER)
+
+
+# ------------------------------------------------------------------ drain, undrain
+
+
+def test_drain_goes_in_batches_soonest_due_first(service: Service) -> None:
+    _share(service, 10, "a", "b")
+    owned = service.store.owned_ids("a")
+    assert service.store.drain("a", limit=2) == Drained(2, 3)
+    assert service.store.owned_ids("a") == owned[2:]
+    assert service.store.drain("a") == Drained(3, 0)
+    assert service.loads() == {"a": 0, "b": 10}
+    assert service.store.drain("a") == Drained()
+
+
+def test_drain_keeps_the_registration_and_says_so(service: Service) -> None:
+    a, _ = _share(service, 4, "a", "b")
+    service.store.drain("a")
+    assert service.store.heartbeat("a", a).now_ms == START_MS
+    (status,) = [each.status for each in service.store.instances() if each.id == "a"]
+    assert status == "draining"
+
+
+def test_drain_of_nobody_says_so(service: Service) -> None:
+    service.join("b")
+    assert service.store.drain("a") == Drained(is_unknown=True)
+    assert not service.redis.exists(service.keys("instance", "a"))
+
+
+@pytest.mark.parametrize("state", ["alone", "down", "dead", "leaving", "draining"])
+def test_drain_without_one_to_take_the_timers_changes_nothing(service: Service, state: str) -> None:
+    a = service.join("a")
+    if state != "alone":
+        b = service.join("b")
+    if state == "draining":
+        service.store.drain("b")
+    service.add_many(4, every=3600)
+    if state == "down":
+        _say(service, a="up", b="down")
+    elif state == "dead":
+        service.let_pass(31, a=a)
+    elif state == "leaving":
+        service.store.leave("b", b, limit=1)
+    before = service.loads(), service.redis.hgetall(service.keys("instance", "a"))
+    assert service.store.drain("a") == Drained(is_alone=True)
+    assert (service.loads(), service.redis.hgetall(service.keys("instance", "a"))) == before
+
+
+def test_drain_leaves_what_is_in_flight_until_its_owner_is_done(service: Service) -> None:
+    _share(service, 6, "a", "b")
+    first, *_ = service.store.owned_ids("a")
+    _in_flight(service, "a", first)
+    assert service.store.drain("a") == Drained(2, 1)
+    assert service.store.owned_ids("a") == [first]
+    assert service.store.drain("a") == Drained(0, 1)
+    _in_flight(service, "a")
+    assert service.store.drain("a") == Drained(1, 0)
+
+
+def test_drain_takes_what_a_dead_instance_had_in_flight(service: Service) -> None:
+    _, b = _share(service, 6, "a", "b")
+    _in_flight(service, "a", *service.store.owned_ids("a"))
+    service.let_pass(31, b=b)
+    assert service.store.drain("a") == Drained(3, 0)
+
+
+def test_drain_waits_for_a_mover_and_holds_it(service: Service) -> None:
+    a, b, c = _share(service, 9, "a", "b", "c")
+    _say(service, a="down", b="up", c="up")
+    assert service.store.give_up("a", a, limit=1).more
+    assert service.store.drain("b") == Drained(0, 1)
+    service.store.give_up("a", a)
+    assert service.store.drain("b", limit=1).count == 1
+    assert service.store.rebalance("c", c).busy
+    assert service.store.drain("b").left == 0
+    assert not service.store.rebalance("c", c).busy
+    assert b
+
+
+def test_drain_leaves_a_leaving_instance_leaving(service: Service) -> None:
+    a, _ = _share(service, 6, "a", "b")
+    service.store.leave("a", a, limit=1)
+    assert service.store.drain("a") == Drained(2, 0)
+    assert service.redis.hget(service.keys("instance", "a"), "status") == "leaving"
+
+
+@pytest.mark.parametrize(
+    "how", ["create", "resume", "trigger", "hold", "reap", "rebalance", "leave", "give_up", "lacks"]
+)
+def test_drain_keeps_timers_from_being_given_to_the_instance(service: Service, how: str) -> None:
+    paused = service.add("paused")
+    service.store.pause(paused.id)
+    a, b, c = (service.join(each) for each in ("a", "b", "c"))
+    assert service.store.drain("a").left == 0
+    service.add_many(6, every=3600)
+    if how == "create":
+        service.add_many(6, "more")
+    elif how == "resume":
+        assert service.resume(paused, START_MS + 10_000) == 1
+    elif how == "trigger":
+        service.trigger(paused)
+    elif how == "hold":
+        definition = service.define("call", message={"args": []})
+        service.store.hold(definition, delay_ms=1000)
+    elif how == "reap":
+        service.let_pass(31, a=a, b=b)
+        service.store.reap("a", a)
+    elif how == "rebalance":
+        service.store.rebalance("a", a)
+    elif how == "leave":
+        service.store.leave("c", c)
+    elif how == "give_up":
+        _say(service, a="up", b="up", c="down")
+        assert service.store.give_up("c", c).count == 3
+    else:
+        service.clock.advance(3601)
+        service.let_pass(1, a=a, b=b, c=c)
+        (timer, *_) = service.due("b", b)
+        lacking = Settlement(timer, "lacking", delay_ms=10)
+        assert service.commit("b", b, lacking) == [1]
+    assert service.loads()["a"] == 0
+
+
+def test_drain_ends_with_the_next_registration(service: Service) -> None:
+    _share(service, 4, "a", "b")
+    service.store.drain("a")
+    service.join("a")
+    service.add_many(2, "more")
+    assert service.loads() == {"a": 2, "b": 4}
+
+
+def test_drain_has_the_last_one_alive_get_timers_rather_than_nobody(service: Service) -> None:
+    a, _ = _share(service, 4, "a", "b")
+    service.store.drain("a")
+    service.let_pass(31, a=a)
+    service.add("new")
+    assert service.store.reap("a", a).count == 4
+    assert service.loads() == {"a": 5}
+    c = service.join("c")
+    assert service.store.rebalance("c", c, 10) == Moved(5)
+    assert service.loads() == {"a": 0, "c": 5}
+
+
+def test_drain_lets_the_instance_help_nobody(service: Service) -> None:
+    b, _ = _fall_behind(service, 5)
+    service.store.heartbeat("b", b)
+    service.join("c")
+    assert service.store.drain("b").left == 0
+    assert service.store.steal("b", b, LAG_MS) == Moved()
+
+
+def test_drain_keeps_the_declaration_of_the_instance_in_force(service: Service) -> None:
+    a, b = service.join("a"), service.join("b")
+    assert service.store.declare("b", b, "app", "old", [])
+    service.clock.advance(1)
+    assert service.store.declare("a", a, "app", "new", [])
+    service.store.drain("a")
+    assert not service.store.declare("b", b, "app", "old", [])
+
+
+def test_undrain_lets_an_instance_have_its_share_again(service: Service) -> None:
+    _, b = _share(service, 4, "a", "b")
+    service.store.drain("a")
+    assert service.store.undrain("a") == 1
+    assert service.store.rebalance("b", b, 10) == Moved(2)
+    assert service.loads() == {"a": 2, "b": 2}
+
+
+def test_undrain_of_who_is_not_drained_or_not_there_changes_nothing(service: Service) -> None:
+    a, _ = _share(service, 4, "a", "b")
+    assert service.store.undrain("a") == 2
+    assert service.store.undrain("c") == 0
+    service.store.leave("a", a, limit=1)
+    assert service.store.undrain("a") == 2
+    assert service.redis.hget(service.keys("instance", "a"), "status") == "leaving"
+
+
+def test_rebalance_spreads_what_drained_instances_have_over_the_others(service: Service) -> None:
+    a, b, _ = _share(service, 9, "a", "b", "c")
+    service.redis.hset(service.keys("instance", "a"), "status", "draining")
+    assert service.store.rebalance("b", b, 10) == Moved(3)
+    assert sorted(service.loads().values()) == [0, 4, 5]
+    assert a
+
+
+def test_rebalance_leaves_timers_with_a_drained_one_while_no_other_broker_works(
+    service: Service,
+) -> None:
+    _, b = _share(service, 4, "a", "b")
+    service.redis.hset(service.keys("instance", "a"), "status", "draining")
+    _say(service, a="up", b="down")
+    assert service.store.rebalance("b", b, 10) == Moved()
 
 
 # ------------------------------------------------------------------ steal

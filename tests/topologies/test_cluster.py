@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from celery_dtimer import DistributedScheduler, DistributedTimer
 from celery_dtimer.errors import SettingsError, StoreError, StoreUnavailableError
 from celery_dtimer.model import Definition
 from celery_dtimer.schedules import Interval
+from celery_dtimer.services import find_services
 from celery_dtimer.store import Store
 from tests.conftest import FreshRedis
 from tests.failover.deployment import TAKEOVER
@@ -236,3 +238,14 @@ def test_the_public_api_works_on_a_cluster(cluster: Cluster, fresh_redis: FreshR
     assert timers.check_consistency() == []
     assert timers.get_runs() == timers.get_dead_letters() == []
     app.close()
+
+
+def test_services_are_found_on_all_masters_of_a_cluster(cluster: Cluster, store: Store) -> None:
+    names = {f"service-{number}" for number in range(12)}
+    for name in names:
+        other = Store(replace(store.settings, service=name))
+        other.register("a", {})
+        other.close()
+    found = find_services(store.settings)
+    assert {each.name for each in found} == {*names, store.settings.service}
+    assert {each.instances for each in found} == {1}
