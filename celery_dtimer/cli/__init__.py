@@ -1,7 +1,8 @@
 """The command line: ``celery -A proj dtimer …``, an entry point of Celery's own command.
 
-The commands are views of the public API. ``commands`` has what they share, ``output`` how they
-print, ``parameters`` what is written on a command line; the others hold the commands by subject.
+The commands are views of the public API. ``usage`` has what is wrong use, ``commands`` what they
+share, ``output`` how they print, ``parameters`` what is written on a command line; the others hold
+the commands by subject.
 """
 
 from __future__ import annotations
@@ -10,13 +11,39 @@ from typing import Any
 
 import click
 
-from celery_dtimer.cli import runs, services, timers, top
-from celery_dtimer.cli.commands import EXIT_STATUS, Group, note_service
+from celery_dtimer.cli.usage import EXIT_STATUS, SERVICE, Group
 
 __all__ = ["dtimer"]
 
+_COMMANDS = {
+    "list": "timers:list_",
+    "show": "timers:show",
+    "create": "timers:create",
+    "update": "timers:update",
+    "pause": "timers:pause",
+    "resume": "timers:resume",
+    "stop": "timers:stop",
+    "trigger": "timers:trigger",
+    "delete": "timers:delete",
+    "preview": "timers:preview",
+    "why": "timers:why",
+    "runs": "runs:runs",
+    "dead": "runs:dead",
+    "pending": "runs:pending",
+    "cancel": "runs:cancel",
+    "audit": "runs:audit",
+    "instances": "services:instances",
+    "services": "services:services",
+    "health": "services:health",
+    "doctor": "services:doctor",
+    "top": "top:top",
+    "drain": "services:drain",
+    "rebalance": "services:rebalance",
+    "reshard": "services:reshard",
+}
 
-@click.group(cls=Group, epilog=EXIT_STATUS)
+
+@click.group(cls=Group, commands=_COMMANDS, epilog=EXIT_STATUS)
 @click.option("--service", metavar="NAME", help="Another service than the app's (dtimer_service).")
 @click.pass_context
 def dtimer(ctx: click.Context, /, service: str | None, **_preloaded: Any) -> None:
@@ -26,15 +53,4 @@ def dtimer(ctx: click.Context, /, service: str | None, **_preloaded: Any) -> Non
     tabs between its values. --json prints exactly one JSON document on stdout; all else goes to
     stderr.
     """
-    note_service(ctx, service)
-
-
-for _command in (
-    *(timers.list_, timers.show, timers.create, timers.update),
-    *(timers.pause, timers.resume, timers.stop, timers.trigger, timers.delete),
-    *(timers.preview, timers.why),
-    *(runs.runs, runs.dead, runs.pending, runs.cancel, runs.audit),
-    *(services.instances, services.doctor, services.health, services.reshard),
-    top.top,
-):
-    dtimer.add_command(_command)
+    ctx.meta[SERVICE] = service

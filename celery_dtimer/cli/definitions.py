@@ -8,7 +8,7 @@ from typing import Any
 import click
 from celery.schedules import solar
 
-from celery_dtimer.cli.commands import WRONG, Failure, Session, close_to
+from celery_dtimer.cli.commands import Session
 from celery_dtimer.cli.parameters import (
     ASSIGNMENT,
     DURATION,
@@ -16,6 +16,7 @@ from celery_dtimer.cli.parameters import (
     JSON_OBJECT,
     MOMENT,
 )
+from celery_dtimer.cli.usage import WRONG, Failure, close_to
 from celery_dtimer.errors import InvalidTimerError, shown
 from celery_dtimer.options import CANVAS_KINDS
 from celery_dtimer.policy import OVERLAPS

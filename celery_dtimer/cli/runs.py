@@ -9,14 +9,7 @@ from typing import Any
 import click
 
 from celery_dtimer.auditing import TimerAudit
-from celery_dtimer.cli.commands import (
-    FOUND,
-    Command,
-    Group,
-    Session,
-    pass_session,
-    unknown,
-)
+from celery_dtimer.cli.commands import Command, Session, pass_session, unknown
 from celery_dtimer.cli.documents import call_document, error_document, plain
 from celery_dtimer.cli.output import iso, local, span
 from celery_dtimer.cli.parameters import (
@@ -26,6 +19,7 @@ from celery_dtimer.cli.parameters import (
     complete_letters,
     complete_timers,
 )
+from celery_dtimer.cli.usage import FOUND, Group
 from celery_dtimer.errors import DistributedTimerError, TimerNotFoundError, shown
 from celery_dtimer.runs import STATES, RunRecord
 
@@ -85,12 +79,15 @@ def _run_row(session: Session, record: RunRecord) -> tuple[Any, ...]:
 # ------------------------------------------------------------------ dead letters
 
 
-@click.group(cls=Group)
+@click.group(
+    cls=Group,
+    commands={"list": "runs:dead_list", "requeue": "runs:dead_requeue", "purge": "runs:dead_purge"},
+)
 def dead() -> None:
     """Look at the runs that have failed for good, and send them again."""
 
 
-@dead.command("list", cls=Command)
+@click.command("list", cls=Command)
 @offset_option
 @limit_option
 @arguments_option
@@ -118,7 +115,7 @@ def _titles(arguments: bool) -> list[str]:
     return ["args", "kwargs"] if arguments else []
 
 
-@dead.command("requeue", cls=Command)
+@click.command("requeue", cls=Command)
 @click.argument("letters", metavar="[LETTER]...", nargs=-1, shell_complete=complete_letters)
 @click.option("--all", "takes_all", is_flag=True, help="All of them.")
 @pass_session
@@ -153,7 +150,7 @@ def _requeued(session: Session, letter: str) -> dict[str, Any]:
     return {"id": letter, "done": True}
 
 
-@dead.command("purge", cls=Command)
+@click.command("purge", cls=Command)
 @click.option("--before", type=MOMENT, help="Only those written until this moment.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @pass_session

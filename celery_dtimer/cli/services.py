@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from celery_dtimer.cli.commands import FOUND, Command, Session, pass_session
-from celery_dtimer.cli.documents import instance_document
-from celery_dtimer.cli.output import span
+from celery_dtimer.cli.commands import Command, Session, pass_session
+from celery_dtimer.cli.documents import instance_document, plain
+from celery_dtimer.cli.output import named, span
 from celery_dtimer.cli.parameters import complete_instances
 from celery_dtimer.cli.progress import Progress
 from celery_dtimer.cli.runs import moment_text
+from celery_dtimer.cli.usage import FOUND
 from celery_dtimer.doctor import Finding
 from celery_dtimer.membership import local_host
 from celery_dtimer.model import Instance, to_ms
@@ -135,6 +138,62 @@ def health(session: Session, instance: str | None) -> None:
         session.output.line(f"{'ok' if is_alive else 'not alive'}: {what}: {told}")
     if not is_alive:
         raise click.exceptions.Exit(FOUND)
+
+
+# ------------------------------------------------------------------ who has what
+
+
+@click.command(cls=Command)
+@pass_session
+def services(session: Session) -> None:
+    """List the services of this Redis, under the app's dtimer_key_prefix."""
+    found = session.timers.get_services()
+    if session.output.as_json:
+        session.output.document(list(map(plain, found)))
+        return
+    session.output.table(
+        ["service", "shards", "instances", "active", "inactive", "sent"],
+        (
+            (named(each.name), each.shards, each.instances, each.active, each.inactive, each.sent)
+            for each in found
+        ),
+    )
+
+
+@click.command(cls=Command)
+@click.argument("instance", metavar="INSTANCE", shell_complete=complete_instances)
+@click.option("--undo", is_flag=True, help="Let it be given timers again.")
+@pass_session
+def drain(session: Session, instance: str, undo: bool) -> None:
+    """Hand an instance's timers over to the others, before maintenance of its host.
+
+    It stays, as draining, and is given no more timers, until it is restarted or --undo is given.
+    """
+    found = session.instance(instance)
+    if undo:
+        was_drained = session.timers.undrain_instance(found.id)
+        document: dict[str, Any] = {"instance": found.id, "undrained": was_drained}
+        text = "is given timers again" if was_drained else "was not draining: nothing has changed"
+    else:
+        with Progress("moved", found.timers) as on_progress:
+            moved = session.timers.drain_instance(found.id, on_progress)
+        document = {"instance": found.id, "moved": moved}
+        text = f"is draining: {moved} timers handed over"
+    if session.output.as_json:
+        session.output.document(document)
+    else:
+        session.output.line(f"{found.id} {text}")
+
+
+@click.command(cls=Command)
+@pass_session
+def rebalance(session: Session) -> None:
+    """Give every live instance its share of the timers now."""
+    moved = session.timers.rebalance()
+    if session.output.as_json:
+        session.output.document({"moved": moved})
+    else:
+        session.output.line(f"{moved} timers moved")
 
 
 @click.command(cls=Command)

@@ -8,13 +8,7 @@ from typing import Any
 
 import click
 
-from celery_dtimer.cli.commands import (
-    FOUND,
-    Command,
-    Failure,
-    Session,
-    pass_session,
-)
+from celery_dtimer.cli.commands import Command, Session, pass_session
 from celery_dtimer.cli.definitions import definition_options, keywords_of
 from celery_dtimer.cli.documents import (
     error_document,
@@ -28,6 +22,7 @@ from celery_dtimer.cli.parameters import (
     complete_instances,
     complete_timers,
 )
+from celery_dtimer.cli.usage import FOUND, Failure
 from celery_dtimer.errors import InvalidTimerError, TimerNotFoundError, shown
 from celery_dtimer.model import Timer, timer_id
 from celery_dtimer.zones import zone_of

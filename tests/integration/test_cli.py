@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+import click
 import pytest
 from celery import Celery
 from click.testing import CliRunner
@@ -65,10 +68,14 @@ def create(run: Run, name: str = "nightly", *more: str) -> Any:
 
 def test_every_command_tells_its_exit_status_and_takes_json() -> None:
     def commands(group: Any) -> Iterator[Any]:
-        for command in group.commands.values():
-            yield from commands(command) if hasattr(command, "commands") else [command]
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            yield from commands(command) if isinstance(command, click.Group) else [command]
 
-    for command in commands(dtimer):
+    found = list(commands(dtimer))
+    assert len(found) > 25
+    for command in found:
         text = CliRunner().invoke(command, ["--help"]).stdout
         assert "Exit status:" in text, command.name
         assert "--json" in text, command.name
@@ -557,3 +564,55 @@ def test_reshard_says_what_to_set(run: Run, timers: DistributedTimer) -> None:
     assert "dtimer_shards = 2" in ran.out
     assert len(timers.store.stores) == 2
     assert run("reshard", "65").status == 2
+
+
+# ------------------------------------------------------------------ who has what
+
+
+def test_an_instance_is_drained_and_given_timers_again(
+    run: Run, timers: DistributedTimer, make_app: MakeApp
+) -> None:
+    id = timers.start()
+    wait_until(lambda: timers.get_service_instances(), "the instance has registered")
+    for name in "abcd":
+        create(run, name)
+    alone = run("drain", id, "--json")
+    assert (alone.status, alone.document["error"]["type"]) == (1, "ConflictError")
+    other = DistributedTimer(make_app())
+    other_id = other.start()
+    wait_until(lambda: len(timers.get_service_instances()) == 2, "the other has registered")
+    try:
+        drained = run("drain", id, "--json")
+        assert drained.status == 0, drained
+        assert timers.get_instance_timers(id) == []
+        states = {each["id"]: each["state"] for each in run("instances", "--json").document}
+        assert states == {id: "draining", other_id: "active"}
+        assert run("health", "--instance", id).status == 0
+        assert run("drain", id, "--undo", "--json").document == {"instance": id, "undrained": True}
+        assert run("drain", id, "--undo").status == 0
+        assert run("rebalance").status == 0
+        wait_until(lambda: timers.get_instance_timers(id), "it has its share again")
+        wrong = run("drain", id[:-1] + "x")
+        assert (wrong.status, id in wrong.err) == (2, True)
+    finally:
+        other.stop()
+        other.store.close()
+
+
+def test_the_services_of_a_redis_are_listed(run: Run, app: Celery) -> None:
+    create(run)
+    other = DistributedTimer(app, "bill ing")
+    other.create_timers([{"name": name, "schedule": 60, "callback": "t"} for name in "ab"])
+    other.pause_timer("a")
+    found = {each["name"]: each for each in run("services", "--json").document}
+    assert set(found) == {"orders", "bill ing"}
+    assert (found["bill ing"]["active"], found["bill ing"]["inactive"]) == (1, 1)
+    assert ["bill ing", "1", "0", "1", "1", "0"] in run("services").rows
+    other.store.close()
+
+
+def test_a_celery_command_does_not_import_all_commands() -> None:
+    """Celery loads the group before each command of any app: that is to take no time."""
+    code = "import sys, celery_dtimer.cli; print('celery_dtimer.timers' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
