@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from celery import Celery
 
-from celery_dtimer.errors import SettingsError, StoreUnavailableError
-from celery_dtimer.masking import masked
+from celery_dtimer.errors import SettingsError
 from celery_dtimer.membership import Membership, local_host
 from celery_dtimer.metering import CONFLICTS, FAILED
 from celery_dtimer.meters import Counted, Meters, Spread
@@ -43,7 +42,7 @@ logger = logging.getLogger(__name__)
 _CALL = 1.0  # seconds that one call of a scrape to Redis may take,
 _SCRAPE = 3.0  # and all of them; Prometheus waits for ten
 _PAGE = 1000  # timers set aside whose statuses are read at once,
-_PAGES = 2  # pages of one scrape,
+_LOOKED_AT = 2000  # and by one scrape,
 _COUNT_AGAIN = 30.0  # and seconds after which they are counted anew
 _BIND_AGAIN = 5.0  # seconds after which a port that is taken is tried again
 
@@ -152,22 +151,24 @@ class _SetAside:
         self._found: Counter[str] | None = None
 
     def read(self, stores: Sequence[Store]) -> Mapping[str, int] | None:
-        for _ in range(_PAGES):
-            if self._clock() >= self._again:
-                self._step(stores)
+        left = _LOOKED_AT
+        while left > 0 and self._clock() >= self._again:
+            left -= self._step(stores, min(left, _PAGE))
         return self._found
 
-    def _step(self, stores: Sequence[Store]) -> None:
+    def _step(self, stores: Sequence[Store], limit: int) -> int:
+        """Count some of a shard; return how many."""
+        count = 0
         if self._place < len(stores):  # else there were more shards
-            count, statuses = stores[self._place].set_aside(self._offset, _PAGE)
+            count, statuses = stores[self._place].set_aside(self._offset, limit)
             self._tally.update(statuses)
             self._offset += count
-            if count == _PAGE:
-                return
-        self._place, self._offset = self._place + 1, 0
+        if count < limit:
+            self._place, self._offset = self._place + 1, 0
         if self._place >= len(stores):
             self._found, self._tally, self._place = self._tally, Counter(), 0
             self._again = self._clock() + _COUNT_AGAIN
+        return count
 
 
 class _ServiceReader:
@@ -178,41 +179,74 @@ class _ServiceReader:
         self._timeout_ms = settings.instance_timeout * 1000
         self._shards = Shards(settings, timeout=min(_CALL, settings.call_timeout))
         self._set_aside = _SetAside()
-        self._lock = threading.Lock()
-        self._has_failed = False
 
-    def read(self) -> _Stored | None:
-        """Return what Redis says; None when it does not answer in time."""
-        until = time.monotonic() + _SCRAPE
-        if not self._lock.acquire(timeout=_SCRAPE):
-            return None
-        try:
-            stored = self._read(until)
-        except Exception as exc:  # whatever it is: the rest of the scrape does not depend on it
-            level = logging.DEBUG if self._has_failed else logging.WARNING
-            logger.log(level, "Metrics: the service can not be read: %s", masked(exc))
-            self._has_failed = True
-            return None
-        finally:
-            self._lock.release()
-        self._has_failed = False
-        return stored
+    def read(self) -> _Stored:
+        """Return what Redis says; call it from one thread at a time.
 
-    def _read(self, until: float) -> _Stored:
+        Raises:
+            StoreError: Redis did not answer, or refused.
+        """
         shards = self._shards
         stores = shards.stores
-        standings = []
-        for store in stores:
-            standings.append(store.standing(self._lag_ms))
-            if time.monotonic() > until:
-                raise StoreUnavailableError(f"Redis did not answer within {_SCRAPE:g} s")
+        standings = [store.standing(self._lag_ms) for store in stores]
         instances, counters = shards.instances(), shards.counters()
         heard_after_ms = stores[0].now_ms() - self._timeout_ms
         set_aside = self._set_aside.read(stores)
         return _Stored(standings, set_aside, instances, heard_after_ms, counters)
 
     def close(self) -> None:
+        """Drop all connections."""
         self._shards.close()
+
+
+class _Attempt(threading.Thread):
+    """Reads once: in a thread of its own, since not all that may take long has a limit."""
+
+    def __init__(self, reader: _ServiceReader) -> None:
+        super().__init__(name="dtimer-metrics-read", daemon=True)
+        self._reader = reader
+        self.stored: _Stored | None = None
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.stored = self._reader.read()
+        except Exception as exc:  # whatever it is: the rest of the scrape does not depend on it
+            self.failure = exc
+
+
+class _Readings:
+    """What Redis says of a service whenever it is asked for: in time, or not at all."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._reader = _ServiceReader(settings)
+        self._service = settings.service
+        self._lock = threading.Lock()
+        self._attempt: _Attempt | None = None
+        self._has_failed = False
+
+    def begin(self) -> _Attempt:
+        """Begin to read, unless somebody else has begun and is not through."""
+        with self._lock:
+            if self._attempt is None or not self._attempt.is_alive():
+                self._attempt = _Attempt(self._reader)
+                self._attempt.start()
+            return self._attempt
+
+    def finish(self, attempt: _Attempt, until: float) -> _Stored | None:
+        """Return what was read until a moment; None when Redis has not answered."""
+        attempt.join(max(0.0, until - time.monotonic()))
+        stored = None if attempt.is_alive() else attempt.stored
+        if stored is None:
+            why = attempt.failure or f"no answer within {_SCRAPE:g} s"
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            logger.log(level, "Metrics: service %s can not be read: %s", self._service, why)
+        self._has_failed = stored is None
+        return stored
+
+    def close(self) -> None:
+        """Drop all connections."""
+        self._reader.close()
 
 
 # ------------------------------------------------------------------ families
@@ -331,14 +365,14 @@ class Collector:
         """Start without instances."""
         self._lock = threading.Lock()
         self._sources: list[Source] = []
-        self._readers: dict[str, _ServiceReader] = {}
+        self._readings: dict[str, _Readings] = {}
 
     def add(self, source: Source) -> None:
         """Tell of an instance, and of its service, from now on."""
         with self._lock:
             self._sources.append(source)
-            if source.settings.service not in self._readers:
-                self._readers[source.settings.service] = _ServiceReader(source.settings)
+            if source.settings.service not in self._readings:
+                self._readings[source.settings.service] = _Readings(source.settings)
 
     def remove(self, source: Source) -> bool:
         """Tell no more of an instance; say whether there are others."""
@@ -346,7 +380,7 @@ class Collector:
         with self._lock:
             self._sources.remove(source)
             if all(each.settings.service != service for each in self._sources):
-                self._readers.pop(service).close()
+                self._readings.pop(service).close()
             return bool(self._sources)
 
     def describe(self) -> Iterable[Metric]:
@@ -356,9 +390,14 @@ class Collector:
     def collect(self) -> Iterable[Metric]:
         """Return what is told now."""
         with self._lock:
-            sources, readers = self._sources[:], dict(self._readers)
+            sources, readings = self._sources[:], dict(self._readings)
         families = _Families()
-        stored = {service: reader.read() for service, reader in readers.items()}
+        until = time.monotonic() + _SCRAPE
+        attempts = {service: reader.begin() for service, reader in readings.items()}
+        stored = {
+            service: readings[service].finish(attempt, until)
+            for service, attempt in attempts.items()
+        }
         for service, found in stored.items():
             if found is not None:
                 _add_service(families, service, found)
@@ -376,19 +415,17 @@ def exposition(app: Celery, service: str | None = None) -> str:
 
     Raises:
         SettingsError: a setting cannot be used, or prometheus_client is not installed.
-        StoreUnavailableError: Redis did not answer in time.
+        StoreError: Redis did not answer, or refused.
     """
     settings = Settings.from_app(app, service)
-    _require(settings)
+    _require("metrics")
+    from prometheus_client import generate_latest
+
     reader = _ServiceReader(settings)
     try:
         stored = reader.read()
     finally:
         reader.close()
-    if stored is None:
-        raise StoreUnavailableError(f"Redis at {settings.masked_url} does not answer")
-    from prometheus_client import generate_latest
-
     families = _Families()
     _add_service(families, settings.service, stored)
     told = _Collected([each for each in families if each.samples])
@@ -414,16 +451,15 @@ def check(settings: Settings) -> None:
         SettingsError: metrics are wanted, and prometheus_client is not installed.
     """
     if settings.metrics_port is not None:
-        _require(settings)
+        _require(f"dtimer_metrics_port={settings.metrics_port}")
 
 
-def _require(settings: Settings) -> None:
+def _require(what: str) -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
         raise SettingsError(
-            f"dtimer_metrics_port={settings.metrics_port}: metrics need prometheus-client; "
-            'install it with: pip install "celery-dtimer[metrics]"'
+            f'{what} needs prometheus-client; install it with: pip install "celery-dtimer[metrics]"'
         ) from None
 
 
