@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from celery_dtimer.meters import Meters
+from celery_dtimer.meters import Counted, Meters
 from celery_dtimer.model import Run, resent_of
 from celery_dtimer.planning import jitter_of
 from celery_dtimer.store import COMMITTED, Committed, Settlement, Turn
@@ -55,21 +56,33 @@ class CommitMeter:
         """Count what was committed, and what was not."""
         if committed.turn is not None:
             self.hear(committed.turn)
-        now_ms = self._server_ms + (self._clock() - self._heard) * 1000
-        sent, lags = 0, []
+        others: Counter[tuple[Counted, str]] = Counter()
+        skipped: dict[str, int] = {}  # as many as runs where more is due than can be sent
+        moments_ms, jitter_ms, resent = [], self._jitter_ms, 0
         for settlement, code in zip(batch, committed.codes, strict=True):
+            timer, done, skip = settlement.timer, settlement.done, settlement.skip
             if code != COMMITTED:
-                self._meters.count("commit_conflicts", label=CONFLICTS[code])
+                others["commit_conflicts", CONFLICTS[code]] += 1
                 continue
-            timer = settlement.timer
-            if settlement.done == "run":
-                sent += 1
-                if not (timer.parent and resent_of(timer.id)[0]):  # else it was sent before
-                    at_ms = int(timer.due) + self._jitter_ms.pop(timer.id, 0)
-                    lags.append(max(0.0, now_ms - at_ms) / 1000)
-            elif settlement.done in FAILED:
-                self._meters.count("failed", label=FAILED[settlement.done])
-            if settlement.skip is not None:
-                self._meters.count("skipped", settlement.skip.runs, settlement.skip.reason)
-        if sent:
-            self._meters.observe_sent(sent, lags)
+            if done == "run":
+                if timer.parent and resent_of(timer.id)[0]:
+                    resent += 1  # it was sent before: that it is late says nothing
+                else:
+                    later_ms = jitter_ms.pop(timer.id, 0) if jitter_ms else 0
+                    moments_ms.append(int(timer.due) + later_ms)
+            elif done in FAILED:
+                others["failed", FAILED[done]] += 1
+            if skip is not None:
+                reason, runs, _, _ = skip
+                skipped[reason] = skipped.get(reason, 0) + runs
+        self._meters.observe_sent(len(moments_ms) + resent, self._lags(moments_ms))
+        for reason, runs in skipped.items():
+            self._meters.count("skipped", runs, reason)
+        for (what, label), count in others.items():
+            self._meters.count(what, count, label)
+
+    def _lags(self, moments_ms: Sequence[int]) -> list[float]:
+        """Return the seconds since some moments; none is below 0, should the clock go back."""
+        now_ms = self._server_ms + (self._clock() - self._heard) * 1000
+        lags = [(now_ms - moment_ms) / 1000 for moment_ms in moments_ms]
+        return lags if min(lags, default=0.0) >= 0 else [max(0.0, lag) for lag in lags]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -54,11 +54,15 @@ class _Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def add(self, values: Iterable[float]) -> None:
+    def add(self, values: Sequence[float]) -> None:
         bounds, counts = self._bounds, self._counts
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            self._total += value
+        first = bisect_left(bounds, min(values, default=0.0))
+        if first == bisect_left(bounds, max(values, default=0.0)):  # as most of one batch
+            counts[first] += len(values)
+        else:
+            for value in values:
+                counts[bisect_left(bounds, value)] += 1
+        self._total += sum(values)
 
     def spread(self) -> Spread:
         so_far, counts = 0, []
@@ -98,7 +102,7 @@ class Meters:
         with self._lock:
             self._counts[what, label] += by
 
-    def observe_sent(self, sent: int, lags: Iterable[float]) -> None:
+    def observe_sent(self, sent: int, lags: Sequence[float]) -> None:
         """Count runs that were sent, with the seconds by which they came after their moments."""
         with self._lock:
             self._counts["sent", ""] += sent
