@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +25,7 @@ from celery_dtimer.store import Store
 from tests.conftest import FreshRedis, MakeApp
 from tests.integration.conftest import Service, StartTimers
 from tests.scraping import Scraped, scrape
-from tests.servers import free_port
+from tests.servers import RedisServer, free_port
 from tests.waiting import wait_until
 
 
@@ -409,6 +412,40 @@ def test_a_scheduler_that_waits_for_its_port_ends_at_once(make_app: MakeApp) -> 
         timers.stop()
         assert time.monotonic() - started < 1.5
     assert not threads()
+
+
+FORKS = """
+import os, sys, time
+from celery import Celery
+from celery_dtimer import DistributedTimer, metrics
+app = Celery("orders")
+app.conf.update(broker_url=sys.argv[1], dtimer_key_prefix=sys.argv[2])
+app.conf.dtimer_metrics_port = int(sys.argv[3])
+timers = DistributedTimer(app)
+timers.start()
+while metrics.port_of(timers.store.settings) is None or not timers.get_service_instances():
+    time.sleep(0.01)
+child = os.fork()
+if not child:
+    time.sleep(60)
+    os._exit(0)
+timers.stop()
+print(child, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_port(redis_server: RedisServer, prefix: str) -> None:
+    port = free_port()
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, redis_server.url, prefix, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_the_host_is_where_it_listens(make_app: MakeApp, start_timers: StartTimers) -> None:
