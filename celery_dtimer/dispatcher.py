@@ -32,6 +32,8 @@ from celery_dtimer.errors import (
     shown,
 )
 from celery_dtimer.faults import point
+from celery_dtimer.metering import CommitMeter
+from celery_dtimer.meters import Meters
 from celery_dtimer.model import (
     Definition,
     Lease,
@@ -200,6 +202,7 @@ class Dispatcher:
         allowed: AllowedTasks | None = None,
         on_progress: Callable[[], None] = lambda: None,
         on_commit: Callable[[int, int, bool], None] = lambda epoch, sequence, is_short: None,
+        meters: Meters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare a dispatcher.
@@ -215,6 +218,7 @@ class Dispatcher:
             on_progress: called after every batch and commit.
             on_commit: is told the epoch and the number of each commit that is confirmed, and
                 whether it has reached too few replicas.
+            meters: count what is sent, and what is not.
             clock: monotonic seconds.
         """
         self._store = store
@@ -230,6 +234,8 @@ class Dispatcher:
         self._definitions = Definitions(store, bound, allowed)
         self._overlaps = Overlaps(store, broker.revoke, clock)
         self._announcer = Announcer(store.settings.service)
+        self._meters = meters or Meters()
+        self._commit_meter = CommitMeter(self._meters, clock)
         self._max_refusals = store.settings.max_refusals
         self._epoch, self._sequence = 0, 1  # of the next commit
         self._unsettled: list[Settlement] = []
@@ -254,6 +260,7 @@ class Dispatcher:
         last, self._last = self._last, None
         self._settle(lease, tally)
         self._announcer.forget()
+        self._commit_meter.forget()
         started = self._clock()
         link = self._mode.link()
         turn = self._told_ahead(last, link) or self._read(lease, link)
@@ -308,6 +315,7 @@ class Dispatcher:
             reading = reading._replace(limit=2 * self._limit)
         turn = self._store.due(lease.instance, lease.epoch, reading)
         self._answered = self._clock()
+        self._commit_meter.hear(turn)
         return self._checked(lease, turn)
 
     def _reading(self, link: Link | None, skip: int = 0) -> Reading:
@@ -434,6 +442,7 @@ class Dispatcher:
         settled += put_off
         if self._announcer.is_heard:
             self._announcer.prepared(definitions, planned, runs)
+        self._commit_meter.prepared(runs)
         point("between_due_and_publish")
         if not self._may_send(lease):
             return [], False
@@ -529,6 +538,7 @@ class Dispatcher:
     def _refused(self, planned: Settlement, why: str) -> Settlement:
         """Return what becomes of a run that the broker has refused: it is tried again, for long."""
         timer = planned.timer
+        self._meters.count("refused_messages")
         if timer.refusals < self._max_refusals:
             return refused(timer)
         logger.error("Timer %s: a run was refused %s times: %s", timer.id, timer.refusals, why)
@@ -566,6 +576,7 @@ class Dispatcher:
                 continue
             following = committed.turn
             self._on_commit(self._epoch, self._sequence, committed.is_short)
+            self._commit_meter.committed(settled, committed)
             self._sequence += 1
             self._on_progress()
             put_off = self._look_at(lease, settled, committed, tally)

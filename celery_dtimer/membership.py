@@ -45,6 +45,7 @@ from celery_dtimer.errors import (
     StoreUnavailableError,
 )
 from celery_dtimer.faults import point
+from celery_dtimer.meters import Meters
 from celery_dtimer.model import Lease, to_datetime
 from celery_dtimer.precautions import PARAMETERS, Risk, risks
 from celery_dtimer.runs import LostRuns
@@ -136,6 +137,7 @@ class Membership:
         clock: Callable[[], float] = clock,
         wall_clock: Callable[[], float] = time.time,
         on_lease: Callable[[], None] = lambda: None,
+        meters: Meters | None = None,
     ) -> None:
         """Prepare a membership; nothing is registered before the first `step`.
 
@@ -145,6 +147,7 @@ class Membership:
             clock: seconds of a clock that counts suspension.
             wall_clock: what this host shows, in seconds since the epoch; it decides nothing.
             on_lease: called when the lease is new, or the membership of the service changed.
+            meters: count failovers and what goes wrong.
         """
         self._store = store
         self._settings: Settings = store.settings
@@ -162,7 +165,8 @@ class Membership:
         self._scrubber = Scrubber(store)
         self._can_scrub = True
         self._said: list[Risk] = []
-        self._lost = LostRuns(store)
+        self._meters = meters or Meters()
+        self._lost = LostRuns(store, lambda: self._meters.count("failed", label="lost"))
         self._committed = 0, 0  # the epoch and the number of the last commit that was confirmed
         self._is_short = False  # that one had too few replicas
         self._replays = 0  # spans of this registration that were told
@@ -192,6 +196,17 @@ class Membership:
         lease = self._lease
         return None if lease is None or lease.epoch <= self._refused_epoch else lease
 
+    @property
+    def told(self) -> Report:
+        """What the loop has said last of its dispatch and its broker."""
+        return self._report
+
+    @property
+    def silence(self) -> float | None:
+        """The seconds since the last heartbeat that was answered; None before the first."""
+        heard, heard_ms = self._heard
+        return self._clock() - heard if heard_ms else None
+
     def may_act(self, lease: Lease) -> bool:
         """Say whether a lease may still be acted on: its epoch is current and trusted."""
         current = self.lease
@@ -208,8 +223,14 @@ class Membership:
 
     def report_fenced(self, epoch: int) -> None:
         """Note that an epoch is over: a newer registration is needed."""
-        self._refused_epoch = max(self._refused_epoch, epoch)
+        self._note_fenced(epoch)
         self.attention.set()
+
+    def _note_fenced(self, epoch: int) -> None:
+        with self._reporting:  # the loop and the thread may both find out
+            if epoch > self._refused_epoch:
+                self._refused_epoch = epoch
+                self._meters.count("fenced")
 
     def report_stale(self) -> None:
         """Note that the loop has met a server that lacks a heartbeat: the next one is to tell."""
@@ -219,6 +240,7 @@ class Membership:
         """Note the last commit that was confirmed, and whether too few replicas have it."""
         self._committed = epoch, sequence
         if is_short:
+            self._meters.count("unreplicated_commits")
             with self._reporting:  # the next heartbeat tells it
                 report = self._report
                 self._report = replace(report, unreplicated=report.unreplicated + 1)
@@ -246,6 +268,8 @@ class Membership:
     def report_broker(self, is_up: bool) -> None:
         """Note whether the broker works."""
         with self._reporting:
+            if not is_up and self._report.broker != "down":
+                self._meters.count("broker_outages")
             self._keep_report(self._report.with_broker(is_up, self._clock()))
 
     def _keep_report(self, report: Report) -> None:
@@ -327,7 +351,7 @@ class Membership:
             logger.warning(
                 "Instance %s: epoch %s is over; registering anew", lease.instance, lease.epoch
             )
-            self._refused_epoch = max(self._refused_epoch, lease.epoch)
+            self._note_fenced(lease.epoch)
             self._lease = None
             return None
         self._tell_replay(heartbeat.replay)
@@ -347,6 +371,7 @@ class Membership:
     def _tell_replay(self, replay: Replay) -> None:
         """Log it, once, when Redis has lost what it had confirmed."""
         if replay.times > self._replays:
+            self._meters.count("replays", replay.times - self._replays)
             logger.warning(
                 "Instance %s: Redis has lost what it confirmed from %s until %s (a failover, or a "
                 "restart): runs that were sent then may be sent again",
@@ -480,6 +505,8 @@ class Membership:
             moved = self._store.reap(lease.instance, lease.epoch)
             moved_in_all += moved.count
             reaped += moved.reaped
+            for silent_ms in moved.silent_ms:
+                self._meters.observe_failover(silent_ms / 1000)
             for dead in moved.reaped:
                 logger.warning("Failover: instance %s is dead; its timers have moved", dead)
                 self._tell(instance_left, instance=dead, is_dead=True)
@@ -487,6 +514,7 @@ class Membership:
                 break
             lease = self._kept_lease()
         if moved_in_all:
+            self._meters.count("failover_timers", moved_in_all)
             logger.info("Failover: %s timers moved to live instances", moved_in_all)
         if moved_in_all or reaped:
             own = self._identity.instance

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import takewhile
@@ -420,9 +420,15 @@ def is_sent_again(store: Shards, timer_id: str, resent: int) -> bool:
 class LostRuns:
     """Finds the runs whose leases have ended; `step` is one look."""
 
-    def __init__(self, store: Store) -> None:
-        """Prepare to look at a service."""
+    def __init__(self, store: Store, on_letter: Callable[[], None] = lambda: None) -> None:
+        """Prepare to look at a service.
+
+        Args:
+            store: has the runs.
+            on_letter: called for each run that becomes a dead letter.
+        """
         self._store = store
+        self._on_letter = on_letter
 
     def step(self, lease: Lease) -> int:
         """Mark what is lost, and send it again where that is asked; return how many it were.
@@ -463,6 +469,7 @@ class LostRuns:
             what = "it is sent again" if code == _SENT_AGAIN else "a dead letter is kept"
             logger.warning("Run %s of timer %s is lost (%s): %s", task_id, shown(name), why, what)
         if code == _LOST:
+            self._on_letter()
             letter = read_letter(self._store, task_id)
             if letter is not None:
                 tell(timer_failed, settings.service, letter=letter)

@@ -22,7 +22,7 @@ from typing import Any
 from celery import Celery, beat
 from celery.beat import Scheduler
 
-from celery_dtimer import planning, urls
+from celery_dtimer import metrics, planning, urls
 from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.atomic import ATOMIC, ON_A_CLUSTER, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
@@ -37,6 +37,7 @@ from celery_dtimer.errors import (
 from celery_dtimer.keywords import source_of
 from celery_dtimer.masking import masked
 from celery_dtimer.membership import Identity, Membership, MembershipThread, leave, local_host
+from celery_dtimer.meters import Meters
 from celery_dtimer.model import Lease, new_instance_id, process_instance_id
 from celery_dtimer.publisher import Publisher
 from celery_dtimer.settings import Settings
@@ -241,6 +242,7 @@ class Runtime:
         *,
         max_interval: float,
         shard: str = "",
+        meters: Meters | None = None,
         on_layout: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
@@ -253,6 +255,7 @@ class Runtime:
             instance: the id of the instance.
             max_interval: bounds the seconds that the loop waits.
             shard: of the service, as it stands in keys.
+            meters: count what the instance does, in all shards.
             on_layout: called when the service is found to be given other shards.
             on_failure: called when the loop has failed.
         """
@@ -264,42 +267,43 @@ class Runtime:
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._stopping = threading.Lock()
-        self._membership = Membership(
-            Store(settings, shard=shard), identity, on_lease=self._woken.set
-        )
-        self._store = Store(settings, shard=shard)
+        meters = meters or Meters()
+        new_store = partial(Store, settings, shard=shard, on_call=meters.observe_call)
+        self.membership = Membership(new_store(), identity, on_lease=self._woken.set, meters=meters)
+        self._store = new_store()
         self._listening_store = Store(settings, shard=shard)
         self._publisher = Publisher(
-            app, timeout=settings.broker_timeout, on_progress=self._membership.report_progress
+            app, timeout=settings.broker_timeout, on_progress=self.membership.report_progress
         )
         dispatcher = Dispatcher(
             self._store,
             self._publisher,
             bound=declaration.bound,
-            may_send=self._membership.may_act,
+            may_send=self.membership.may_act,
             mode=Atomic(
                 app,
                 self._store,
                 self._publisher,
                 instance=instance,
-                on_mode=self._membership.report_dispatch,
-                on_broker=self._membership.report_broker,
+                on_mode=self.membership.report_dispatch,
+                on_broker=self.membership.report_broker,
             ),
             allowed=AllowedTasks(settings.allowed_tasks, declaration.definitions.values()),
-            on_progress=self._membership.report_progress,
-            on_commit=self._membership.report_commit,
+            on_progress=self.membership.report_progress,
+            on_commit=self.membership.report_commit,
+            meters=meters,
         )
-        self._static = StaticSchedule(self._store, declaration, self._membership.report_progress)
+        self._static = StaticSchedule(self._store, declaration, self.membership.report_progress)
         self._loop = Loop(
             dispatcher,
-            self._membership,
+            self.membership,
             self._static,
             longest_wait=min(_LONGEST_WAIT, settings.check_interval, max_interval),
             resolution=settings.resolution,
             reaches_broker=lambda: self._publisher.connect() is None,
             on_layout=on_layout,
         )
-        self._membership_thread = MembershipThread(self._membership)
+        self._membership_thread = MembershipThread(self.membership)
         self._threads = [
             threading.Thread(target=self._run_loop, name="dtimer-loop", daemon=True),
             threading.Thread(target=self._run_listener, name="dtimer-listener", daemon=True),
@@ -309,7 +313,7 @@ class Runtime:
     def take(self, layout: Layout) -> None:
         """Go by a layout: it says what the shard has of the static schedule."""
         self._store.layout = layout.number
-        self._membership.looks_for_lost = not layout.is_moving
+        self.membership.looks_for_lost = not layout.is_moving
         self._static.take(None if layout.is_moving else (self._shard, layout.shards))
         self._loop.reconcile_again()
         self._woken.set()
@@ -323,20 +327,20 @@ class Runtime:
     @property
     def is_stalled(self) -> bool:
         """Say whether the loop makes no progress: its timers go to others then."""
-        return self._membership.is_stalled and not self._stopped.is_set()
+        return self.membership.is_stalled and not self._stopped.is_set()
 
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
         if not self._stopping.acquire(blocking=False):
             return  # another call is at it, or was
         until = time.monotonic() + _LEAVE_WITHIN
-        lease = self._membership.lease  # it may run out while the loop ends
+        lease = self.membership.lease  # it may run out while the loop ends
         self._stopped.set()
         self._woken.set()
         if self._threads[0].is_alive():  # a signal may have come while they were started
             self._threads[0].join(_LEAVE_WITHIN / 2)
         self._membership_thread.stop(max(0.0, until - time.monotonic()) / 3)
-        lease = self._membership.lease or lease
+        lease = self.membership.lease or lease
         if lease is not None:
             self._leave(lease, until)
         if not self._threads[0].is_alive():
@@ -373,7 +377,7 @@ class Runtime:
                     if spare <= 0 or not self._loop.look_ahead(spare):
                         break
                 self._woken.wait(max(0.0, until - time.monotonic()))
-            lease = self._membership.lease
+            lease = self.membership.lease
             if lease is not None:
                 self._loop.settle(lease)
         except DistributedTimerError as exc:
@@ -415,6 +419,7 @@ class Runtimes:
     ) -> None:
         """Prepare; nothing is contacted before `start`. The arguments are those of `Runtime`."""
         self._settings = settings
+        self.meters: Meters = Meters()
         self._new_runtime = partial(
             Runtime,
             app,
@@ -422,6 +427,7 @@ class Runtimes:
             declaration,
             instance,
             max_interval=max_interval,
+            meters=self.meters,
             on_layout=self._on_layout,
             on_failure=self._on_failure,
         )
@@ -454,6 +460,11 @@ class Runtimes:
         """What has ended one of them."""
         failures = [runtime.failure for runtime in list(self._runtimes.values())]
         return next((each for each in (self._failure, *failures) if each is not None), None)
+
+    @property
+    def memberships(self) -> list[Membership]:
+        """Those of the shards that the instance takes part in now."""
+        return [runtime.membership for runtime in list(self._runtimes.values())]
 
     @property
     def is_stalled(self) -> bool:
@@ -575,10 +586,12 @@ class DistributedScheduler(Scheduler):
         self._owns_process = not embedded
         self._declaration = Declaration(source_of(app))
         self._runtime: Runtimes | None = None
+        self._end_metrics: Callable[[], None] = lambda: None
         self._in_tick = False
-        self._closed = False
+        self._closed = self._has_left = False
         if not lazy:
             _check_connections(app, self.settings)
+            metrics.check(self.settings)
         super().__init__(app, *args, lazy=lazy, **kwargs)  # type: ignore[misc]
 
     def setup_schedule(self) -> None:
@@ -613,7 +626,7 @@ class DistributedScheduler(Scheduler):
     def start(self) -> None:
         """Start to dispatch, unless that has been done."""
         if self._runtime is None:
-            self._runtime = Runtimes(
+            runtime = self._runtime = Runtimes(
                 self.app,
                 self.settings,
                 self._declaration,
@@ -624,6 +637,14 @@ class DistributedScheduler(Scheduler):
                 _calm_garbage_collector()
                 _end_when_hung_up()
             self._runtime.start()
+            self._end_metrics = metrics.serve(
+                metrics.Source(
+                    self.settings,
+                    self.instance,
+                    self._runtime.meters,
+                    lambda: runtime.memberships,
+                )
+            )
 
     def close(self) -> None:
         """Hand the timers over and end; safe to be called again.
@@ -637,10 +658,10 @@ class DistributedScheduler(Scheduler):
         if self._runtime is not None:
             # In a thread of its own: a second signal does not cut it short, and no call that
             # nothing bounds, to look a name up say, keeps the process alive.
-            leaving = threading.Thread(target=self._runtime.stop, name="dtimer-leave", daemon=True)
+            leaving = threading.Thread(target=self._leave, name="dtimer-leave", daemon=True)
             leaving.start()
             _join_whatever_comes(leaving, until)
-            if leaving.is_alive():
+            if not self._has_left:
                 logger.warning(
                     "Instance %s could not hand its timers over in time, the failure check will",
                     self.instance,
@@ -649,6 +670,12 @@ class DistributedScheduler(Scheduler):
             _hurry_remote_control(until - time.monotonic())
         self._closed = True  # only now: a signal on the way here leaves it to the next call
         super().close()
+
+    def _leave(self) -> None:
+        assert self._runtime is not None  # noqa: S101 - `close` has looked
+        self._runtime.stop()
+        self._has_left = True
+        self._end_metrics()
 
     @property
     def is_running(self) -> bool:

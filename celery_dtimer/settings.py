@@ -22,6 +22,7 @@ _LONGEST_WAIT_FOR_REPLICAS = 1.0  # seconds
 MOST_SHARDS = 64
 
 _MOST_TIMERS = 2**32 - 1  # members of a sorted set
+_LAST_PORT = 65535
 
 _DEFAULTS: dict[str, Any] = {
     "dtimer_redis_url": None,
@@ -50,6 +51,8 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_wait_replicas": 0,
     "dtimer_allowed_tasks": None,
     "dtimer_max_timers": 10_000_000,
+    "dtimer_metrics_port": None,
+    "dtimer_metrics_host": "127.0.0.1",
 }
 
 
@@ -93,6 +96,8 @@ class Settings:
     wait_replicas: int = 0
     allowed_tasks: tuple[str, ...] | None = None
     max_timers: int | None = 10_000_000
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -133,6 +138,8 @@ class Settings:
             wait_replicas=_whole("dtimer_wait_replicas", conf, 100),
             allowed_tasks=_task_names(conf["dtimer_allowed_tasks"]),
             max_timers=_most_timers(conf["dtimer_max_timers"]),
+            metrics_port=_port(conf["dtimer_metrics_port"]),
+            metrics_host=conf["dtimer_metrics_host"],
         )
 
     def __post_init__(self) -> None:
@@ -146,6 +153,9 @@ class Settings:
             raise _bad("dtimer_resolution", self.resolution, "seconds, at most 1")
         if self.dispatch not in ("auto", "atomic", "confirmed"):
             raise _bad("dtimer_dispatch", self.dispatch, '"auto", "atomic" or "confirmed"')
+        if not isinstance(self.metrics_host, str) or not self.metrics_host:
+            accepted = 'an address of this host, or "0.0.0.0" for all of them'
+            raise _bad("dtimer_metrics_host", self.metrics_host, accepted)
         if self.run_lease < 1:
             raise _bad("dtimer_run_lease", self.run_lease, "seconds, 1 or more")
         if self.instance_timeout <= 2 * self.heartbeat_interval:
@@ -244,6 +254,17 @@ def _most_timers(value: object) -> int | None:
         return _whole(name, {name: value}, _MOST_TIMERS)
     except SettingsError:
         raise _bad(name, value, f"a whole number from 0 to {_MOST_TIMERS}, or None") from None
+
+
+def _port(value: object) -> int | None:
+    name = "dtimer_metrics_port"
+    if value is None:
+        return None
+    try:
+        return _whole(name, {name: value}, _LAST_PORT)
+    except SettingsError:
+        accepted = f"a port from 1 to {_LAST_PORT}, 0 for any that is free, or None"
+        raise _bad(name, value, accepted) from None
 
 
 def _threshold(value: object) -> float | None:

@@ -282,7 +282,8 @@ class Moved:
     more: bool = False
     busy: bool = False
     next_expiry_ms: int | None = None
-    reaped: tuple[str, ...] = ()
+    reaped: tuple[str, ...] = ()  #: the dead whose last timer has moved,
+    silent_ms: tuple[int, ...] = ()  #: and how long each had not been heard by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +309,19 @@ class Vanished(NamedTuple):
 
     id: str
     code: int  #: of ``vanished.lua``
+
+
+class Standing(NamedTuple):
+    """How many a shard has of what, at a moment."""
+
+    active: int  #: timers that have a next time: triggers, and calls that wait, too
+    due: int  #: of them those that are due,
+    overdue: int  #: and for longer than was asked for
+    most_overdue_ms: int  #: how long the first of them is due
+    unassigned: int  #: those that no instance owns
+    finished: int  #: timers that have no run left, and are remembered for a time
+    dead_letters: int
+    runs_out: int  #: runs that workers have, or are to get
 
 
 #: The codes of ``vanished.lua``.
@@ -577,6 +591,7 @@ class Store:
         clock: Callable[[], int] | None = None,
         shard: str = "",
         layout: int | None = None,
+        on_call: Callable[[str, float], None] = lambda script, seconds: None,
     ) -> None:
         """Prepare a store; nothing is contacted until it is used.
 
@@ -586,6 +601,8 @@ class Store:
             clock: answers the time in ms in place of the server's clock, for tests.
             shard: which one of the service's it is, "" for the only one.
             layout: the number of the service's layout by which it is that one; None not to check.
+            on_call: is told of each call of a script: its name, and the seconds until its answer
+                was read, or did not come.
         """
         self.settings = settings
         self.keys = Keys(settings.service, settings.key_prefix, shard)
@@ -593,6 +610,7 @@ class Store:
         self._secrets = secrets_in(settings.redis_url, dict(settings.redis_options))
         self._timeout = timeout or settings.call_timeout
         self._clock = clock
+        self._on_call = on_call
         self._client: Any = None
         self._lock = threading.Lock()
         self._is_short = False  # the last commit had too few replicas
@@ -641,15 +659,19 @@ class Store:
         """
         call = 2, *self._arguments(name, arguments)
         waiting = [] if hear is None else [self._wait_for_replicas()]
+        started = time.monotonic()
         answers = self._send(("EVALSHA", scripts(self.schema)[name], *call), *waiting)
 
         def finish() -> Any:
-            with self._errors():
-                found = answers()
-                if isinstance(found[0], NoScriptError):
-                    source = script_source(name, self.schema)
-                    found = self._send(("EVAL", source, *call), *waiting)()
-                value = _unless_error(found[0])
+            try:
+                with self._errors():
+                    found = answers()
+                    if isinstance(found[0], NoScriptError):
+                        source = script_source(name, self.schema)
+                        found = self._send(("EVAL", source, *call), *waiting)()
+                    value = _unless_error(found[0])
+            finally:
+                self._on_call(name, time.monotonic() - started)
             if hear is not None:
                 hear(found[1])
             if value == _FENCED:  # a master that was replaced says so too
@@ -777,7 +799,9 @@ class Store:
         answer = self._call("reap", instance, epoch, limit)
         if answer == _BUSY:
             return Moved(busy=True)
-        return Moved(answer[0], bool(answer[1]), False, _expiry(answer[2]), tuple(answer[3:]))
+        moved, more, expiry, *reaped = answer
+        ids, silent_ms = tuple(reaped[::2]), tuple(reaped[1::2])
+        return Moved(moved, bool(more), False, _expiry(expiry), ids, silent_ms)
 
     def rebalance(self, instance: str, epoch: int, drift: int = 0, limit: int = BATCH) -> Moved:
         """Move a batch of timers to instances with less; ``drift`` percent are left alone."""
@@ -986,6 +1010,49 @@ class Store:
         with self._errors():
             found = self.client.hget(self.keys("meta"), "schema")
         return _number(found or "")
+
+    def standing(self, overdue_ms: int) -> Standing:
+        """Return how many there are of what, without a look at any of them.
+
+        Args:
+            overdue_ms: how long a timer is due that counts as overdue.
+        """
+        now_ms, key = self.now_ms(), self.keys
+        queue = key("timer_queue")
+        with self._errors():
+            pipe = self.client.pipeline(transaction=False)
+            pipe.zrange(queue, 0, 0, withscores=True)
+            pipe.zcard(queue)
+            pipe.zcount(queue, "-inf", now_ms)
+            pipe.zcount(queue, "-inf", f"({now_ms - overdue_ms}")
+            pipe.zcard(key("instance_timers", UNASSIGNED))
+            pipe.zcount(key("inactive_timers"), "-inf", "(+inf")
+            pipe.zcard(key("dead_timers"))
+            pipe.zcard(key("run_leases"))
+            first, *answers = _readable(pipe.execute(raise_on_error=False))
+        active, due, overdue, *others = (each if isinstance(each, int) else 0 for each in answers)
+        first_ms = _moment_of(first[0][1]) if isinstance(first, list) and first else now_ms
+        return Standing(active, due, overdue, max(0, now_ms - first_ms), *others)
+
+    def set_aside(self, offset: int, limit: int) -> tuple[int, list[str]]:
+        """Return the statuses of some timers that are paused, stopped or broken.
+
+        Args:
+            offset: so many are passed,
+            limit: and so many are looked at.
+
+        Returns:
+            how many there were, and the statuses of those that are timers.
+        """
+        key = self.keys("inactive_timers")
+        with self._errors():
+            rows = self.client.zrevrange(key, offset, offset + limit - 1, withscores=True)
+            ids = [id for id, score in rows if score == float("inf")]
+            pipe = self.client.pipeline(transaction=False)
+            for id in ids:
+                pipe.hget(self.keys("timer", id), "status")
+            answers = _readable(pipe.execute(raise_on_error=False)) if ids else []
+        return len(ids), [each for each in answers if isinstance(each, str)]
 
     def dead_count(self) -> int:
         """Return how many dead letters there are."""

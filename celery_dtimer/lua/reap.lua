@@ -2,7 +2,8 @@
 -- registration of a dead instance goes with its last timer.
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] instance id of the caller   ARGV[3] epoch   ARGV[4] limit
--- Returns {moved, 1 when more is to be done, next expiry as heartbeat answers it, id of a reaped instance, ...},
+-- Returns {moved, 1 when more is to be done, next expiry as heartbeat answers it, per reaped instance: id, ms since its last
+-- heartbeat},
 -- -1 when the caller's epoch is over, -2 when another instance is moving timers.
 -- Worst case: O(instances + limit log timers).
 
@@ -14,10 +15,11 @@ if hindered then
 end
 forgive_silence()
 
-local dead = {UNASSIGNED}
+local dead, silent = {UNASSIGNED}, {}
 for _, instance in ipairs(registered()) do
   if instance.id ~= id and NOW - instance.heartbeat > instance.timeout then
     table.insert(dead, instance.id)
+    silent[instance.id] = NOW - instance.heartbeat
   end
 end
 local live = candidates()
@@ -32,7 +34,7 @@ for _, from in ipairs(dead) do
     more = #live > 0 and 1 or 0
   elseif from ~= UNASSIGNED then
     forget(from)
-    table.insert(reaped, from)
+    add(reaped, from, silent[from])
   end
 end
 keep_mover(id, moved, more)

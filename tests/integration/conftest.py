@@ -12,6 +12,7 @@ from celery import Celery
 
 from celery_dtimer import DistributedTimer, consistency
 from celery_dtimer.dispatcher import Dispatcher, Pass
+from celery_dtimer.meters import Meters
 from celery_dtimer.model import Definition, Lease, Run, TimerState, new_trigger_id
 from celery_dtimer.planning import Plan, Skip
 from celery_dtimer.publisher import BrokerDownError, Outcome
@@ -302,6 +303,7 @@ class Beat:
         self.may_send = True
         self.progress = 0
         self.committed: list[tuple[int, int, bool]] = []
+        self.meters = Meters()
         self.instance = instance
         self.dispatcher = Dispatcher(
             self.store,
@@ -310,6 +312,7 @@ class Beat:
             may_send=lambda _: self.may_send,
             on_progress=self._count_progress,
             on_commit=lambda *told: self.committed.append(told),
+            meters=self.meters,
             clock=seconds,
         )
         self.register()

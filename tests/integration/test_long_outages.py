@@ -61,7 +61,7 @@ def test_the_loop(cut_off: Runtime, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_membership(cut_off: Runtime, caplog: pytest.LogCaptureFixture) -> None:
-    membership, failures = cut_off._membership, itertools.count()
+    membership, failures = cut_off.membership, itertools.count()
 
     def step() -> None:
         membership.report_progress()

@@ -14,6 +14,7 @@ import pytest
 
 from celery_dtimer.errors import FencedError, StoreError, StoreUnavailableError
 from celery_dtimer.membership import Identity, Membership, MembershipThread, leave
+from celery_dtimer.meters import Meters
 from celery_dtimer.model import Lease
 from celery_dtimer.store import Reading, Settlement, Store
 from tests.integration.conftest import START_MS, MakeService, Service
@@ -32,6 +33,7 @@ class Member:
         self.service, self.instance = service, instance
         self.store = service.another_store()
         self.news = 0
+        self.meters = Meters()
         self.ahead = 0.0  #: seconds by which its host's clock is
         identity = Identity(instance, "host", 1, "1.0", dispatch)
         self.membership = Membership(
@@ -40,6 +42,7 @@ class Member:
             clock=self.seconds,
             wall_clock=lambda: service.clock.now_ms / 1000 + self.ahead,
             on_lease=self._count_news,
+            meters=self.meters,
         )
 
     def seconds(self) -> float:

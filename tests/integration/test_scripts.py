@@ -364,6 +364,7 @@ def test_reap_moves_the_timers_of_the_dead_soonest_due_first_in_batches(service:
     assert service.store.owned_ids("b") == timers[:2]
     moved = service.store.reap("b", b, limit=3)
     assert (moved.count, moved.more, moved.reaped) == (3, False, ("a",))
+    assert moved.silent_ms == (31_000,), "since its last heartbeat"
     assert moved.next_expiry_ms is None
     with pytest.raises(FencedError):
         service.store.heartbeat("a", a)
@@ -382,7 +383,7 @@ def test_reap_forgets_the_dead_who_own_nothing(service: Service) -> None:
     service.join("a")
     b = service.join("b")
     service.let_pass(31, b=b)
-    assert service.store.reap("b", b) == Moved(reaped=("a",))
+    assert service.store.reap("b", b) == Moved(reaped=("a",), silent_ms=(31_000,))
     assert service.redis.exists(service.keys("instance", "a")) == 0
 
 

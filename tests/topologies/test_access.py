@@ -13,12 +13,13 @@ import pytest
 import redis
 from celery import Celery
 
-from celery_dtimer import DistributedTimer
+from celery_dtimer import DistributedTimer, metrics
 from celery_dtimer.errors import StoreUnavailableError
 from tests.conftest import QUICK, FreshRedis
 from tests.failover.deployment import Deployment
 from tests.processes import Process
-from tests.servers import RedisServer
+from tests.scraping import scrape
+from tests.servers import RedisServer, free_port
 from tests.tcp_proxy import TcpProxy
 from tests.topologies.access import OPTIONAL, commands_of, documented
 from tests.topologies.conftest import DeployOn, MakeStore
@@ -84,9 +85,10 @@ def test_the_documented_rights_are_enough_and_none_too_many(
         dtimer_wait_replicas=1,
     )
     timers = deployment.timers
+    port = free_port()
     as_beat = {"dtimer_redis_url": guarded.beat.url, "beat_schedule": STATIC}
     as_worker = {"dtimer_redis_url": guarded.worker.url}
-    beats = deployment.start_beats(2, **as_beat)
+    beats = deployment.start_beats(2, **as_beat, dtimer_metrics_port=port)
     worker = deployment.start_worker(**as_worker)
     names = deployment.create(12)
     callbacks = (
@@ -103,6 +105,7 @@ def test_the_documented_rights_are_enough_and_none_too_many(
     expected = {*names, "static", "callback", "parts", "m"}
     wait_until(lambda: expected <= _ran(deployment), "each of them to run", 15)
     assert deployment.modes() == {"atomic"}
+    assert scrape(port).of("dtimer_redis_up") == [1]
     _use_the_api(deployment)
     _lose_a_run(deployment, worker, lambda: deployment.start_worker(**as_worker))
     _break_a_timer(deployment, guarded.server)
@@ -144,6 +147,7 @@ def _use_the_api(deployment: Deployment) -> None:
     assert timers.get_runs("callback")
     assert timers.why("timer-003", datetime.now(timezone.utc))
     assert timers.doctor(worker_timeout=0)
+    assert "dtimer_service_timers" in metrics.exposition(deployment.app)
     assert all(each.ok for each in timers.audit(datetime.now(timezone.utc) - timedelta(hours=1)))
     deployment.assert_consistent()
     deployment.app.conf.dtimer_eta_threshold = 0

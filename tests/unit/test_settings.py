@@ -70,6 +70,8 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_wait_replicas": 2,
         "dtimer_allowed_tasks": ("shop.*",),
         "dtimer_max_timers": 1000,
+        "dtimer_metrics_port": 9810,
+        "dtimer_metrics_host": "10.0.0.1",
     }
     policies = {"dtimer_coalesce", "dtimer_misfire_grace_time", "dtimer_max_catch_up"}
     assert values.keys() == defaults().keys() - policies
@@ -162,6 +164,8 @@ BAD: list[tuple[str, Any]] = [
     *(("dtimer_max_catch_up", value) for value in (-1, 1.5, True, None, 10_001)),
     *(("beat_cron_starting_deadline", value) for value in ("60", float("inf"), -5, True)),
     *(("dtimer_wait_replicas", value) for value in (-1, 1.5, True, None, 101)),
+    *(("dtimer_metrics_port", value) for value in (-1, 65536, "9810", 1.5, True)),
+    *(("dtimer_metrics_host", value) for value in ("", None, 7)),
     *(("dtimer_history", value) for value in (-1, 1.5, True, None)),
     *(("dtimer_eta_threshold", value) for value in (-1, "60", True, math.nan, math.inf)),
     *(("dtimer_heartbeat_interval", value) for value in NOT_SECONDS),
