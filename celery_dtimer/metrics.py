@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from celery import Celery
 
-from celery_dtimer.errors import SettingsError
+from celery_dtimer.errors import SettingsError, missing_extra
 from celery_dtimer.membership import Membership, local_host
 from celery_dtimer.metering import CONFLICTS, FAILED
 from celery_dtimer.meters import Counted, Meters, Spread
@@ -458,9 +458,7 @@ def _require(what: str) -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
-        raise SettingsError(
-            f'{what} needs prometheus-client; install it with: pip install "celery-dtimer[metrics]"'
-        ) from None
+        raise SettingsError(missing_extra(what, "metrics")) from None
 
 
 class _Server:
