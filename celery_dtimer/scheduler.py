@@ -325,6 +325,11 @@ class Runtime:
         """Say whether the loop makes no progress: its timers go to others then."""
         return self._membership.is_stalled and not self._stopped.is_set()
 
+    @property
+    def may_dispatch(self) -> bool:
+        """Say whether it is registered, and has a lease that is valid now."""
+        return self._membership.lease is not None
+
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
         if not self._stopping.acquire(blocking=False):
@@ -457,8 +462,17 @@ class Runtimes:
 
     @property
     def is_stalled(self) -> bool:
-        """Say whether one of the loops makes no progress."""
-        return any(runtime.is_stalled for runtime in list(self._runtimes.values()))
+        """Say whether one of the loops makes no progress, or none of them may dispatch.
+
+        One without a lease is no reason while others have theirs: its server is away, and to start
+        the others again would not bring it back.
+        """
+        runtimes = list(self._runtimes.values())
+        if self._stopped.is_set():
+            return False
+        return any(runtime.is_stalled for runtime in runtimes) or not any(
+            runtime.may_dispatch for runtime in runtimes
+        )
 
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
@@ -593,9 +607,9 @@ class DistributedScheduler(Scheduler):
     def tick(self, *_: Any, **__: Any) -> float:
         """Wait while the loop works; return 0, since all waiting is done here.
 
-        While the loop hangs it does not return: then Celery's remote control sees that this beat
-        does not tick, and leaves pings unanswered. (A thread that Celery wants to end would wait
-        for it; the main thread is told by a signal.)
+        While the loop hangs, or nothing may be dispatched for lack of a lease, it does not return:
+        then Celery's remote control sees that this beat does not tick, and leaves pings unanswered.
+        (A thread that Celery wants to end would wait for it; the main thread is told by a signal.)
         """
         self._in_tick = True
         try:
