@@ -53,6 +53,7 @@ from celery_dtimer.model import Definition, Run
 from celery_dtimer.options import RETRIES, RETRY_HEADER, with_time_limits
 from celery_dtimer.store import Message, Target, is_passing
 from celery_dtimer.templates import Content, Pattern, Template, cut, delivery_tag, new_tags
+from celery_dtimer.tracing import UNTRACED, MessageTrace, Untraced
 
 logger = logging.getLogger(__name__)
 
@@ -639,7 +640,8 @@ class Publisher:
         options = {**kind.options, "headers": headers, "task_id": run.task_id}
         if kind.destination in self._declared:
             options["declare"] = []
-        self._publish(kind, kind.send, args, kwargs, options, sent)
+        within = _within(run, run.definition.task, run.task_id)
+        self._publish(kind, kind.send, args, kwargs, options, sent, within)
         if kind.destination is not None:
             self._declared.add(kind.destination)
 
@@ -660,7 +662,8 @@ class Publisher:
         def publish(task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> None:
             send, headers, options = _sending(self._app, task, options)
             options = {"retry": False, "router": kind.router, **options, "headers": headers}
-            self._publish(kind, send, args, kwargs, options, sent)
+            within = _within(run, getattr(task, "name", task), options["task_id"])
+            self._publish(kind, send, args, kwargs, options, sent, within)
 
         with self._eager_failures():
             canvas.send(run, args, kwargs, self._app, publish)
@@ -673,18 +676,22 @@ class Publisher:
         kwargs: Any,
         options: dict[str, Any],
         sent: _Sent,
+        within: MessageTrace | Untraced,
     ) -> None:
         """Let Celery publish one message."""
         # The messages of protocol 1 are never pushed by a commit: Celery may go on at once.
         self._producer.stops = has_receivers() and self._app.conf.task_protocol == 2
         try:
             with self._eager_failures():
-                send(args, kwargs, producer=self._producer, **options)
+                within(send, args, kwargs, producer=self._producer, **options)
         except Stopped as stopped:
-            sent.announcements.append(stopped.published.announce)
+            sent.announcements.append(partial(within, stopped.published.announce))
             if self._app.conf.task_send_sent_event:
                 fields = stopped.published.event(kind.router.queue)
                 self._events.publish("task-sent", fields, self._producer, retry=False)
+        except BaseException:
+            within.abandon()
+            raise
         finally:
             self._producer.stops = False
             self._mark(sent)
@@ -922,6 +929,10 @@ def _priority(app: Celery, name: str, task: Any, options: Mapping[str, Any]) -> 
     # A task that the app knows has the app's default for its own.
     found = [options.get("priority"), getattr(task, "priority", None), route.get("priority")]
     return next((int(text) for text in map(str, found) if text.lstrip("-").isdecimal()), 0)
+
+
+def _within(run: Run, task: str, task_id: str) -> MessageTrace | Untraced:
+    return UNTRACED if run.journey is None else run.journey.message(task, task_id)
 
 
 def _is_lazy(definition: Definition) -> bool:
