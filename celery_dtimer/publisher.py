@@ -112,7 +112,8 @@ class Publisher:
         self._producer: Any = None
         self._confirms: Confirms | None = None  # of RabbitMQ's channel
         self._opened = 0
-        self._events = app.events.Dispatcher(enabled=False)
+        # It would keep what it can not send for as long as it lives.
+        self._events = app.events.Dispatcher(enabled=False, buffer_while_offline=False)
         self._kinds: dict[tuple[str, str], _Kind] = {}  # by task and options
         self._kept: tuple[Definition, KeptMessage] | None = None  # what was read last
         self._templates: WeakKeyDictionary[Definition, tuple[Any, Template]] = WeakKeyDictionary()
@@ -291,8 +292,8 @@ class Publisher:
         self._opened += 1
         connection = self._connection = self._app.connection_for_write()
         transport = connection.transport
-        self._failures = _failures_of(transport)
-        self._limit(connection)
+        self._failures = failures_of(transport)
+        _limit(connection, self._timeout)
         capture(transport)
         try:
             _open(connection)
@@ -306,22 +307,13 @@ class Publisher:
         self._on_progress()
         return None
 
-    def _limit(self, connection: Any) -> None:
-        """Give every call on a connection its time limit, unless the app has set one."""
-        names = _TIME_LIMITS.get(connection.transport.driver_type, ())
-        limits = dict.fromkeys(names, self._timeout)
-        connection.transport_options = {**limits, **(connection.transport_options or {})}
-        connection.connect_timeout = min(connection.connect_timeout or self._timeout, self._timeout)
-
     def registered(self, seconds: float) -> dict[str, list[str]] | None:
         """Ask the workers which tasks they know; None when none answers in so many seconds.
 
         Raises:
             Exception: they can not be asked; whatever the broker's client raises.
         """
-        with self._app.connection_for_write() as connection:
-            self._limit(connection)
-            _open(connection)
+        with open_limited(self._app, self._timeout) as connection:
             workers = self._app.control.inspect(timeout=seconds, connection=connection)
             found: dict[str, list[str]] | None = workers.registered()
         return found or None
@@ -333,9 +325,7 @@ class Publisher:
             StoreError: a pending call was to be cancelled, and Redis did not answer, or refused.
             Exception: the workers can not be told; whatever the broker's client raises.
         """
-        with self._app.connection_for_write() as connection:
-            self._limit(connection)
-            _open(connection)
+        with open_limited(self._app, self._timeout) as connection:
             countdowns.revoke(self._app, task_ids, connection)
         self._on_progress()
 
@@ -687,14 +677,20 @@ class Publisher:
         except Stopped as stopped:
             sent.announcements.append(partial(within, stopped.published.announce))
             if self._app.conf.task_send_sent_event:
-                fields = stopped.published.event(kind.router.queue)
-                self._events.publish("task-sent", fields, self._producer, retry=False)
+                self._send_event(stopped.published.event(kind.router.queue))
         except BaseException:
             within.abandon()
             raise
         finally:
             self._producer.stops = False
             self._mark(sent)
+
+    def _send_event(self, fields: dict[str, Any]) -> None:
+        """Send a ``task-sent`` event, if that can be done: its message is on its way already."""
+        try:
+            self._events.publish("task-sent", fields, self._producer, retry=False)
+        except Exception as exc:
+            logger.debug("No event of task %s: %s", fields["uuid"], type(exc).__name__)
 
     def _mark(self, sent: _Sent) -> None:
         """Note the broker's confirm of what was published last, where there is one."""
@@ -1010,13 +1006,37 @@ def _destination(app: Celery, task: str, options: Mapping[str, Any]) -> tuple[An
     return destination if all(isinstance(part, str | None) for part in destination) else None
 
 
+def open_limited(app: Celery, timeout: float) -> Any:
+    """Return a new connection to an app's broker, each of whose calls has a time limit.
+
+    Raises:
+        Exception: the broker can not be reached; whatever its client raises.
+    """
+    connection = app.connection_for_write()
+    _limit(connection, timeout)
+    try:
+        _open(connection)
+    except BaseException:
+        connection.collect()
+        raise
+    return connection
+
+
+def _limit(connection: Any, timeout: float) -> None:
+    """Give every call on a connection its time limit, unless the app has set one."""
+    names = _TIME_LIMITS.get(connection.transport.driver_type, ())
+    limits = dict.fromkeys(names, timeout)
+    connection.transport_options = {**limits, **(connection.transport_options or {})}
+    connection.connect_timeout = min(connection.connect_timeout or timeout, timeout)
+
+
 def _open(connection: Any) -> None:
     """Connect, trying each host once: connect() itself would try again two seconds later."""
     hosts = len(connection.alt or ()) or 1
     connection.ensure_connection(max_retries=hosts - 1, interval_start=0)
 
 
-def _failures_of(transport: Any) -> tuple[type[BaseException], ...]:
+def failures_of(transport: Any) -> tuple[type[BaseException], ...]:
     """Return what a transport raises for a broker's fault.
 
     Some list KeyError among their connection errors; here that is an unknown queue or serializer.

@@ -19,10 +19,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from celery import Celery, beat
+from celery import Celery, beat, signals
 from celery.beat import Scheduler
+from celery.utils.nodenames import gethostname, nodename
 
-from celery_dtimer import planning, urls
+from celery_dtimer import events, planning, urls
 from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.atomic import ATOMIC, ON_A_CLUSTER, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
@@ -54,6 +55,7 @@ _RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stor
 _LAYOUT_AGAIN = 0.5  # and when another layout was not read yet
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
 _LEAVE_AT_LAST = 1.6  # seconds after which nobody waits for it any more
+_LAST_EVENTS_WITHIN = 0.3  # seconds that events have to go out
 _SHORTEST_FAREWELL = 0.1  # seconds that Celery's remote control has to end
 
 
@@ -591,9 +593,16 @@ class DistributedScheduler(Scheduler):
         self._runtime: Runtimes | None = None
         self._in_tick = False
         self._closed = False
+        self._hostname = _node_name(None)
         if not lazy:
             _check_connections(app, self.settings)
+            uid = f"{__name__}.{id(self)}"
+            signals.beat_init.connect(self._on_beat_init, dispatch_uid=uid)
         super().__init__(app, *args, lazy=lazy, **kwargs)  # type: ignore[misc]
+
+    def _on_beat_init(self, sender: Any = None, **_: Any) -> None:
+        if sender.scheduler is self:
+            self._hostname = _node_name(getattr(sender, "hostname", None))
 
     def setup_schedule(self) -> None:
         """Read the static schedule from the app, with Celery's own default entries."""
@@ -634,6 +643,8 @@ class DistributedScheduler(Scheduler):
                 self.instance,
                 max_interval=self.max_interval or _LONGEST_WAIT,
             )
+            if self.settings.send_events:
+                events.stream_of(self.app).connect(self.settings, self._hostname)
             if self._owns_process:
                 _calm_garbage_collector()
                 _end_when_hung_up()
@@ -659,6 +670,10 @@ class DistributedScheduler(Scheduler):
                     "Instance %s could not hand its timers over in time, the failure check will",
                     self.instance,
                 )
+        if self.settings.send_events and self._runtime is not None:
+            left = until - time.monotonic()
+            within = max(0.0, min(_LAST_EVENTS_WITHIN, left))
+            events.stream_of(self.app).close(self.settings.service, within)
         if self._owns_process:
             _hurry_remote_control(until - time.monotonic())
         self._closed = True  # only now: a signal on the way here leaves it to the next call
@@ -692,6 +707,12 @@ def _calm_garbage_collector() -> None:
     gc.freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 1_000)
+
+
+def _node_name(hostname: str | None) -> str:
+    """Return the name of a beat's node, as Celery's remote control has it since 5.7."""
+    named: Callable[[str | None], str] | None = getattr(beat, "beat_nodename", None)
+    return nodename("celerybeat", gethostname()) if named is None else named(hostname)
 
 
 def _is_main_thread() -> bool:

@@ -50,6 +50,7 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_wait_replicas": 0,
     "dtimer_allowed_tasks": None,
     "dtimer_max_timers": 10_000_000,
+    "dtimer_send_events": False,
 }
 
 
@@ -93,6 +94,7 @@ class Settings:
     wait_replicas: int = 0
     allowed_tasks: tuple[str, ...] | None = None
     max_timers: int | None = 10_000_000
+    send_events: bool = False
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -133,6 +135,7 @@ class Settings:
             wait_replicas=_whole("dtimer_wait_replicas", conf, 100),
             allowed_tasks=_task_names(conf["dtimer_allowed_tasks"]),
             max_timers=_most_timers(conf["dtimer_max_timers"]),
+            send_events=_bool("dtimer_send_events", conf),
         )
 
     def __post_init__(self) -> None:

@@ -70,6 +70,7 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_wait_replicas": 2,
         "dtimer_allowed_tasks": ("shop.*",),
         "dtimer_max_timers": 1000,
+        "dtimer_send_events": True,
     }
     policies = {"dtimer_coalesce", "dtimer_misfire_grace_time", "dtimer_max_catch_up"}
     assert values.keys() == defaults().keys() - policies
