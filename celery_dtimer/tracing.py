@@ -15,6 +15,7 @@ import contextlib
 import contextvars
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from celery import current_app
@@ -82,13 +83,13 @@ class Journey:
         """
         from opentelemetry import context, trace
 
-        self._span = trace.get_tracer("celery_dtimer").start_span(
+        self._span = _tracer_of(trace.get_tracer_provider()).start_span(
             name,
             context=_read(parent),
             attributes=dict(attributes),
             links=[
                 trace.Link(found)
-                for link in links
+                for link in filter(None, links)
                 if (found := trace.get_current_span(_read(link)).get_span_context()).is_valid
             ],
         )
@@ -154,9 +155,16 @@ class Untraced:
 UNTRACED = Untraced()
 
 
+@lru_cache(maxsize=1)
+def _tracer_of(provider: Any) -> Any:
+    return provider.get_tracer("celery_dtimer")
+
+
 def _read(traceparent: str) -> Any:
     """Return OpenTelemetry's context of a ``traceparent``, an empty one where that is none."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+    if not traceparent:
+        return Context()
     return TraceContextTextMapPropagator().extract({_HEADER: traceparent}, Context())

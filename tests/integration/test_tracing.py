@@ -19,7 +19,7 @@ from opentelemetry.trace import StatusCode
 from celery_dtimer import CallbackTimer, DistributedTimer
 from celery_dtimer.store import Keys
 from tests.conftest import MakeApp, ReadQueue
-from tests.servers import RedisServer
+from tests.servers import RabbitMQ, RedisServer
 from tests.tracers import exporter, finished, identity, links_of, parent_of
 from tests.waiting import wait_until
 
@@ -67,9 +67,9 @@ def creating() -> Any:
     return trace.get_tracer("tests").start_as_current_span("request")
 
 
-def run_all(timers: DistributedTimer, task: str, count: int = 1) -> str:
+def run_all(timers: DistributedTimer, task: str, count: int = 1, **options: Any) -> str:
     """Dispatch and run what is due, until so many spans of tasks have ended; return by whom."""
-    with start_worker(timers.app, perform_ping_check=False, loglevel="CRITICAL"):
+    with start_worker(timers.app, perform_ping_check=False, loglevel="CRITICAL", **options):
         instance = timers.start()
         wait_until(lambda: len(finished(f"run/{task}")) >= count, "the tasks' spans", 15)
         wait_until(lambda: len(finished(f"dtimer.dispatch/{task}")) >= count, "the beat's", 5)
@@ -121,24 +121,45 @@ def test_a_run_is_traced_from_its_creator_to_its_task(timers: DistributedTimer, 
     assert {identity(span)[0] for span in (beat, sender, ran, inside)} == {identity(beat)[0]}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.usefixtures("instrumented")
-def test_many_runs_of_a_batch_have_traces_of_their_own(timers: DistributedTimer, mode: str) -> None:
-    timers.app.conf.dtimer_dispatch = mode
+def assert_traced_apart(timers: DistributedTimer, count: int) -> None:
+    """Fail unless each of so many runs has a trace of its own, linked to its own creator."""
     task = with_callback(timers)
     moment = datetime.now(timezone.utc)
     requests = {}
-    for number in range(30):
+    for number in range(count):
         with creating() as request:
             timers.create_timer(f"timer-{number}", moment, "work")
             requests[f"timer-{number}"] = identity(request)
-    run_all(timers, task, 30)
+    # An idle worker on RabbitMQ would not see that it is to end, without its heartbeat.
+    run_all(timers, task, count, without_heartbeat=False)
     found = {beat.attributes["dtimer.timer.name"]: beat for beat, _, _ in chains(task)}
     assert {name: links_of(beat) for name, beat in found.items()} == {
         name: [request] for name, request in requests.items()
     }
-    assert len({identity(beat)[0] for beat in found.values()}) == 30
-    assert trace.get_current_span().get_span_context().is_valid is False
+    assert len({identity(beat)[0] for beat in found.values()}) == count
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("instrumented")
+def test_many_runs_of_a_batch_have_traces_of_their_own(timers: DistributedTimer, mode: str) -> None:
+    timers.app.conf.dtimer_dispatch = mode
+    assert_traced_apart(timers, 30)
+
+
+@pytest.mark.usefixtures("instrumented")
+def test_runs_in_flight_to_rabbitmq_have_traces_of_their_own(
+    make_app: MakeApp, redis_server: RedisServer, shared_rabbitmq: RabbitMQ
+) -> None:
+    app = make_app(
+        broker_url=shared_rabbitmq.url,
+        dtimer_redis_url=redis_server.url,
+        worker_hijack_root_logger=False,
+    )
+    timers = DistributedTimer(app)
+    assert_traced_apart(timers, 30)
+    timers.stop()
+    with app.connection_for_write() as connection:
+        connection.default_channel.queue_delete(app.conf.task_default_queue)
 
 
 @pytest.mark.usefixtures("instrumented")
