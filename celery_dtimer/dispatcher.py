@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 from celery_dtimer import planning
 from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.announcer import Announcer
+from celery_dtimer.atomic import ATOMIC, CONFIRMED
 from celery_dtimer.definitions import Definitions, LackingError
 from celery_dtimer.errors import (
     FencedError,
@@ -32,6 +33,7 @@ from celery_dtimer.errors import (
     shown,
 )
 from celery_dtimer.faults import point
+from celery_dtimer.journeys import Journeys
 from celery_dtimer.metering import CommitMeter
 from celery_dtimer.meters import Meters
 from celery_dtimer.model import (
@@ -236,6 +238,7 @@ class Dispatcher:
         self._announcer = Announcer(store.settings.service)
         self._meters = meters or Meters()
         self._commit_meter = CommitMeter(self._meters, clock)
+        self._journeys = Journeys(store)
         self._max_refusals = store.settings.max_refusals
         self._epoch, self._sequence = 0, 1  # of the next commit
         self._unsettled: list[Settlement] = []
@@ -261,6 +264,7 @@ class Dispatcher:
         self._settle(lease, tally)
         self._announcer.forget()
         self._commit_meter.forget()
+        self._journeys.forget()
         started = self._clock()
         link = self._mode.link()
         turn = self._told_ahead(last, link) or self._read(lease, link)
@@ -443,12 +447,15 @@ class Dispatcher:
         if self._announcer.is_heard:
             self._announcer.prepared(definitions, planned, runs)
         self._commit_meter.prepared(runs)
+        runs = self._journeys.begin(planned, runs, now_ms, CONFIRMED if link is None else ATOMIC)
         point("between_due_and_publish")
         if not self._may_send(lease):
             return [], False
         outcomes = self._publish(lease, runs, link)
         for plan, run, outcome in zip(planned, runs, outcomes, strict=False):
             settled.extend(self._settlements(plan, run, outcome))
+        if self._journeys.are_open:
+            self._journeys.published(planned, outcomes)
         self._on_progress()
         self._say_refused(runs, outcomes)
         _log_sent(runs, outcomes)
@@ -637,11 +644,13 @@ class Dispatcher:
     ) -> list[Settlement]:
         """Count and announce what was committed; return what is to be put off."""
         errors = iter(committed.errors)
-        is_heard = self._announcer.is_heard
+        is_heard, are_traced = self._announcer.is_heard, self._journeys.are_open
         put_off: list[Settlement] = []
         unsettled: list[str] = []
         for settlement, code in zip(batch, committed.codes, strict=True):
             message = settlement.message
+            if are_traced:
+                self._journeys.settled(settlement, code)
             if code == COMMITTED:
                 if message is not None and message.published is not None:
                     message.published()

@@ -32,6 +32,7 @@ from celery_dtimer import schedules
 from celery_dtimer.errors import InvalidTimerError, NewerError, invalid, shown
 from celery_dtimer.options import CANVAS_KINDS
 from celery_dtimer.policy import PLAIN, Policy, decode_policy
+from celery_dtimer.tracing import Journey
 
 Status = Literal["active", "paused", "stopped", "broken"]
 
@@ -693,6 +694,7 @@ class Run(NamedTuple):
     shard_total: int = 1  #: so many messages make up the run
     resent: int = 0  #: how often it was lost, and is sent again
     known_id: str = ""  #: the task id that it has had then, or that was told beforehand
+    journey: Journey | None = None  #: within which its messages are built, where it is traced
 
     @property
     def task_id(self) -> str:

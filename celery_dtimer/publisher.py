@@ -53,6 +53,7 @@ from celery_dtimer.model import Definition, Run
 from celery_dtimer.options import RETRIES, RETRY_HEADER, with_time_limits
 from celery_dtimer.store import Message, Target, is_passing
 from celery_dtimer.templates import Content, Pattern, Template, cut, delivery_tag, new_tags
+from celery_dtimer.tracing import UNTRACED, MessageTrace, Untraced
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ class Publisher:
         self._producer: Any = None
         self._confirms: Confirms | None = None  # of RabbitMQ's channel
         self._opened = 0
-        self._events = app.events.Dispatcher(enabled=False)
+        # It would keep what it can not send for as long as it lives.
+        self._events = app.events.Dispatcher(enabled=False, buffer_while_offline=False)
         self._kinds: dict[tuple[str, str], _Kind] = {}  # by task and options
         self._kept: tuple[Definition, KeptMessage] | None = None  # what was read last
         self._templates: WeakKeyDictionary[Definition, tuple[Any, Template]] = WeakKeyDictionary()
@@ -290,8 +292,8 @@ class Publisher:
         self._opened += 1
         connection = self._connection = self._app.connection_for_write()
         transport = connection.transport
-        self._failures = _failures_of(transport)
-        self._limit(connection)
+        self._failures = failures_of(transport)
+        _limit(connection, self._timeout)
         capture(transport)
         try:
             _open(connection)
@@ -305,22 +307,13 @@ class Publisher:
         self._on_progress()
         return None
 
-    def _limit(self, connection: Any) -> None:
-        """Give every call on a connection its time limit, unless the app has set one."""
-        names = _TIME_LIMITS.get(connection.transport.driver_type, ())
-        limits = dict.fromkeys(names, self._timeout)
-        connection.transport_options = {**limits, **(connection.transport_options or {})}
-        connection.connect_timeout = min(connection.connect_timeout or self._timeout, self._timeout)
-
     def registered(self, seconds: float) -> dict[str, list[str]] | None:
         """Ask the workers which tasks they know; None when none answers in so many seconds.
 
         Raises:
             Exception: they can not be asked; whatever the broker's client raises.
         """
-        with self._app.connection_for_write() as connection:
-            self._limit(connection)
-            _open(connection)
+        with open_limited(self._app, self._timeout) as connection:
             workers = self._app.control.inspect(timeout=seconds, connection=connection)
             found: dict[str, list[str]] | None = workers.registered()
         return found or None
@@ -332,9 +325,7 @@ class Publisher:
             StoreError: a pending call was to be cancelled, and Redis did not answer, or refused.
             Exception: the workers can not be told; whatever the broker's client raises.
         """
-        with self._app.connection_for_write() as connection:
-            self._limit(connection)
-            _open(connection)
+        with open_limited(self._app, self._timeout) as connection:
             countdowns.revoke(self._app, task_ids, connection)
         self._on_progress()
 
@@ -639,7 +630,8 @@ class Publisher:
         options = {**kind.options, "headers": headers, "task_id": run.task_id}
         if kind.destination in self._declared:
             options["declare"] = []
-        self._publish(kind, kind.send, args, kwargs, options, sent)
+        within = _within(run, run.definition.task, run.task_id)
+        self._publish(kind, kind.send, args, kwargs, options, sent, within)
         if kind.destination is not None:
             self._declared.add(kind.destination)
 
@@ -660,7 +652,8 @@ class Publisher:
         def publish(task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> None:
             send, headers, options = _sending(self._app, task, options)
             options = {"retry": False, "router": kind.router, **options, "headers": headers}
-            self._publish(kind, send, args, kwargs, options, sent)
+            within = _within(run, getattr(task, "name", task), options["task_id"])
+            self._publish(kind, send, args, kwargs, options, sent, within)
 
         with self._eager_failures():
             canvas.send(run, args, kwargs, self._app, publish)
@@ -673,21 +666,31 @@ class Publisher:
         kwargs: Any,
         options: dict[str, Any],
         sent: _Sent,
+        within: MessageTrace | Untraced,
     ) -> None:
         """Let Celery publish one message."""
         # The messages of protocol 1 are never pushed by a commit: Celery may go on at once.
         self._producer.stops = has_receivers() and self._app.conf.task_protocol == 2
         try:
             with self._eager_failures():
-                send(args, kwargs, producer=self._producer, **options)
+                within(send, args, kwargs, producer=self._producer, **options)
         except Stopped as stopped:
-            sent.announcements.append(stopped.published.announce)
+            sent.announcements.append(partial(within, stopped.published.announce))
             if self._app.conf.task_send_sent_event:
-                fields = stopped.published.event(kind.router.queue)
-                self._events.publish("task-sent", fields, self._producer, retry=False)
+                self._send_event(stopped.published.event(kind.router.queue))
+        except BaseException:
+            within.abandon()
+            raise
         finally:
             self._producer.stops = False
             self._mark(sent)
+
+    def _send_event(self, fields: dict[str, Any]) -> None:
+        """Send a ``task-sent`` event, if that can be done: its message is on its way already."""
+        try:
+            self._events.publish("task-sent", fields, self._producer, retry=False)
+        except Exception as exc:
+            logger.debug("No event of task %s: %s", fields["uuid"], type(exc).__name__)
 
     def _mark(self, sent: _Sent) -> None:
         """Note the broker's confirm of what was published last, where there is one."""
@@ -924,6 +927,10 @@ def _priority(app: Celery, name: str, task: Any, options: Mapping[str, Any]) -> 
     return next((int(text) for text in map(str, found) if text.lstrip("-").isdecimal()), 0)
 
 
+def _within(run: Run, task: str, task_id: str) -> MessageTrace | Untraced:
+    return UNTRACED if run.journey is None else run.journey.message(task, task_id)
+
+
 def _is_lazy(definition: Definition) -> bool:
     """Say whether arguments are evaluated at each sending."""
     return any(
@@ -999,13 +1006,37 @@ def _destination(app: Celery, task: str, options: Mapping[str, Any]) -> tuple[An
     return destination if all(isinstance(part, str | None) for part in destination) else None
 
 
+def open_limited(app: Celery, timeout: float) -> Any:
+    """Return a new connection to an app's broker, each of whose calls has a time limit.
+
+    Raises:
+        Exception: the broker can not be reached; whatever its client raises.
+    """
+    connection = app.connection_for_write()
+    _limit(connection, timeout)
+    try:
+        _open(connection)
+    except BaseException:
+        connection.collect()
+        raise
+    return connection
+
+
+def _limit(connection: Any, timeout: float) -> None:
+    """Give every call on a connection its time limit, unless the app has set one."""
+    names = _TIME_LIMITS.get(connection.transport.driver_type, ())
+    limits = dict.fromkeys(names, timeout)
+    connection.transport_options = {**limits, **(connection.transport_options or {})}
+    connection.connect_timeout = min(connection.connect_timeout or timeout, timeout)
+
+
 def _open(connection: Any) -> None:
     """Connect, trying each host once: connect() itself would try again two seconds later."""
     hosts = len(connection.alt or ()) or 1
     connection.ensure_connection(max_retries=hosts - 1, interval_start=0)
 
 
-def _failures_of(transport: Any) -> tuple[type[BaseException], ...]:
+def failures_of(transport: Any) -> tuple[type[BaseException], ...]:
     """Return what a transport raises for a broker's fault.
 
     Some list KeyError among their connection errors; here that is an unknown queue or serializer.

@@ -19,10 +19,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from celery import Celery, beat
+from celery import Celery, beat, signals
 from celery.beat import Scheduler
+from celery.utils.nodenames import gethostname, nodename
 
-from celery_dtimer import metrics, planning, urls
+from celery_dtimer import events, metrics, planning, urls
 from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.atomic import ATOMIC, ON_A_CLUSTER, Atomic, obstacle, refusal
 from celery_dtimer.declarations import Declaration, StaticSchedule, declaration_of, declared
@@ -55,6 +56,7 @@ _RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stor
 _LAYOUT_AGAIN = 0.5  # and when another layout was not read yet
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
 _LEAVE_AT_LAST = 1.6  # seconds after which nobody waits for it any more
+_LAST_EVENTS_WITHIN = 0.3  # seconds that events have to go out
 _SHORTEST_FAREWELL = 0.1  # seconds that Celery's remote control has to end
 
 
@@ -329,6 +331,11 @@ class Runtime:
         """Say whether the loop makes no progress: its timers go to others then."""
         return self.membership.is_stalled and not self._stopped.is_set()
 
+    @property
+    def may_dispatch(self) -> bool:
+        """Say whether it is registered, and has a lease that is valid now."""
+        return self.membership.lease is not None
+
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
         if not self._stopping.acquire(blocking=False):
@@ -468,8 +475,17 @@ class Runtimes:
 
     @property
     def is_stalled(self) -> bool:
-        """Say whether one of the loops makes no progress."""
-        return any(runtime.is_stalled for runtime in list(self._runtimes.values()))
+        """Say whether one of the loops makes no progress, or none of them may dispatch.
+
+        One without a lease is no reason while others have theirs: its server is away, and to start
+        the others again would not bring it back.
+        """
+        runtimes = list(self._runtimes.values())
+        if self._stopped.is_set():
+            return False
+        return any(runtime.is_stalled for runtime in runtimes) or not any(
+            runtime.may_dispatch for runtime in runtimes
+        )
 
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
@@ -589,10 +605,17 @@ class DistributedScheduler(Scheduler):
         self._end_metrics: Callable[[], None] = lambda: None
         self._in_tick = False
         self._closed = self._has_left = False
+        self._hostname = _node_name(None)
         if not lazy:
             _check_connections(app, self.settings)
             metrics.check(self.settings)
+            uid = f"{__name__}.{id(self)}"
+            signals.beat_init.connect(self._on_beat_init, dispatch_uid=uid)
         super().__init__(app, *args, lazy=lazy, **kwargs)  # type: ignore[misc]
+
+    def _on_beat_init(self, sender: Any = None, **_: Any) -> None:
+        if sender.scheduler is self:
+            self._hostname = _node_name(getattr(sender, "hostname", None))
 
     def setup_schedule(self) -> None:
         """Read the static schedule from the app, with Celery's own default entries."""
@@ -606,9 +629,9 @@ class DistributedScheduler(Scheduler):
     def tick(self, *_: Any, **__: Any) -> float:
         """Wait while the loop works; return 0, since all waiting is done here.
 
-        While the loop hangs it does not return: then Celery's remote control sees that this beat
-        does not tick, and leaves pings unanswered. (A thread that Celery wants to end would wait
-        for it; the main thread is told by a signal.)
+        While the loop hangs, or nothing may be dispatched for lack of a lease, it does not return:
+        then Celery's remote control sees that this beat does not tick, and leaves pings unanswered.
+        (A thread that Celery wants to end would wait for it; the main thread is told by a signal.)
         """
         self._in_tick = True
         try:
@@ -633,6 +656,8 @@ class DistributedScheduler(Scheduler):
                 self.instance,
                 max_interval=self.max_interval or _LONGEST_WAIT,
             )
+            if self.settings.send_events:
+                events.stream_of(self.app).connect(self.settings, self._hostname)
             if self._owns_process:
                 _calm_garbage_collector()
                 _end_when_hung_up()
@@ -666,6 +691,10 @@ class DistributedScheduler(Scheduler):
                     "Instance %s could not hand its timers over in time, the failure check will",
                     self.instance,
                 )
+        if self.settings.send_events and self._runtime is not None:
+            left = until - time.monotonic()
+            within = max(0.0, min(_LAST_EVENTS_WITHIN, left))
+            events.stream_of(self.app).close(self.settings.service, within)
         if self._owns_process:
             _hurry_remote_control(until - time.monotonic())
         self._closed = True  # only now: a signal on the way here leaves it to the next call
@@ -705,6 +734,12 @@ def _calm_garbage_collector() -> None:
     gc.freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 1_000)
+
+
+def _node_name(hostname: str | None) -> str:
+    """Return the name of a beat's node, as Celery's remote control has it since 5.7."""
+    named: Callable[[str | None], str] | None = getattr(beat, "beat_nodename", None)
+    return nodename("celerybeat", gethostname()) if named is None else named(hostname)
 
 
 def _is_main_thread() -> bool:

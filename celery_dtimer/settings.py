@@ -53,6 +53,7 @@ _DEFAULTS: dict[str, Any] = {
     "dtimer_max_timers": 10_000_000,
     "dtimer_metrics_port": None,
     "dtimer_metrics_host": "127.0.0.1",
+    "dtimer_send_events": False,
 }
 
 
@@ -98,6 +99,7 @@ class Settings:
     max_timers: int | None = 10_000_000
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
+    send_events: bool = False
 
     @classmethod
     def from_app(cls, app: Celery, service: str | None = None) -> Settings:
@@ -140,6 +142,7 @@ class Settings:
             max_timers=_most_timers(conf["dtimer_max_timers"]),
             metrics_port=_port(conf["dtimer_metrics_port"]),
             metrics_host=conf["dtimer_metrics_host"],
+            send_events=_bool("dtimer_send_events", conf),
         )
 
     def __post_init__(self) -> None:

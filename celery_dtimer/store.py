@@ -38,7 +38,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from celery_dtimer import connections, planning, urls
+from celery_dtimer import connections, planning, tracing, urls
 from celery_dtimer.errors import (
     ConflictError,
     DamagedError,
@@ -1159,6 +1159,12 @@ class Store:
 
         return finish
 
+    def traceparents(self, ids: Sequence[str]) -> list[str]:
+        """Return in which spans timers were created or triggered; "" for those in none."""
+        answers = self._send(*(("HGET", self.keys("timer", id), "trace") for id in ids))
+        with self._errors():
+            return [_unless_error(answer) or "" for answer in answers()]
+
     def coming(
         self, instance: str, from_ms: int, until_ms: int, skip: int, limit: int
     ) -> tuple[int, list[tuple[str, int]]]:
@@ -1388,7 +1394,8 @@ class Store:
         That is the server's time, and the state of each timer that is not as it was read.
         """
         arguments = [text for row in rows for text in _upsert_arguments(*row)]
-        answer = self._begin("upsert", source, self._kept_by_upsert, *arguments)
+        kept = f"{self._kept_by_upsert} {tracing.current()}"
+        answer = self._begin("upsert", source, kept, *arguments)
 
         def finish() -> tuple[int, dict[int, TimerState | None]]:
             found = answer()
@@ -1511,7 +1518,7 @@ class Store:
 
     def trigger(self, id: str, trigger_id: str) -> int:
         """Run a timer now; return the code of ``trigger.lua``."""
-        return int(self._call("trigger", id, trigger_id))
+        return int(self._call("trigger", id, trigger_id, tracing.current()))
 
     # -- runs
 

@@ -19,7 +19,16 @@ from celery import Celery, Task
 from celery.canvas import Signature
 from celery.schedules import BaseSchedule
 
-from celery_dtimer import consistency, countdowns, doctor, draining, history, planning, schedules
+from celery_dtimer import (
+    consistency,
+    countdowns,
+    doctor,
+    draining,
+    events,
+    history,
+    planning,
+    schedules,
+)
 from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.auditing import TimerAudit, audit_store
 from celery_dtimer.canvas import is_canvas, parts_of
@@ -136,6 +145,7 @@ class DistributedTimer:
         self._failure_receivers: list[Callable[..., None]] = []  # signals hold them weakly
         self._claims = RunClaims(app)
         _track(app, service)
+        events.install(app)
         self._countdowns = countdowns.install(app)
         app.__dict__.setdefault(_KNOWN, weakref.WeakSet()).add(self)
         mask_report(app)

@@ -1,7 +1,7 @@
 -- Run a timer now: create a hidden one-shot that sends what its parent would, and goes with its commit. It has a copy of
 -- the definition: a one-shot's own goes when it has run.
 -- KEYS[1] meta   KEYS[2] never
--- ARGV[1] now or ""   ARGV[2] timer id   ARGV[3] id of the one-shot
+-- ARGV[1] now or ""   ARGV[2] timer id   ARGV[3] id of the one-shot   ARGV[4] traceparent of who asks, or ""
 -- Returns 1, 0 no such timer, -3 the timer has no definition to send (a one-shot that has run, or a broken one).
 -- Worst case: O(instances + log timers + size of the definition).
 
@@ -14,6 +14,10 @@ if not row[1] or row[4] then
 elseif row[1] == 'broken' or row[3] == 'finished' or type(definition) ~= 'string' then
   return -3
 end
-add_hidden(id, parent, row[2], definition)
+if (ARGV[4] or '') == '' then
+  add_hidden(id, parent, row[2], definition)
+else
+  add_hidden(id, parent, row[2], definition, 'trace', ARGV[4])
+end
 send_wake_ups()
 return 1

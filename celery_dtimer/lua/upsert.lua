@@ -2,7 +2,7 @@
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] source ("" not static)
 -- ARGV[3] with blanks in between: ms that a timer without a run left is kept, entries that the history keeps, how many
---   timers there may be or "-" for any number
+--   timers there may be or "-" for any number, and if they are written within a trace its traceparent
 -- then per timer, three values:
 --   "<id> <new revision> <new status> <due> <jitter> <anew> <given up> <reason>": due is in ms, "+ms" after now, "keep" as
 --     stored or "-" none; it is looked at so many ms of jitter later, with "keep:<ms>" only if that is what is stored; anew
@@ -26,7 +26,7 @@ local now, source = whole(NOW), ARGV[2]
 if source ~= '' then
   redis.call('SCARD', key('static_timers', source)) -- its type, before the first write
 end
-local keep, kept_history, most = string.match(ARGV[3], '^(%d+) (%d+) (%S+)$')
+local keep, kept_history, most, trace = string.match(ARGV[3], '^(%d+) (%d+) (%S+) ?(%S*)$')
 local choose = placement(candidates())
 local timers, queued, owned, definitions = {}, {}, {}, {}
 
@@ -159,6 +159,9 @@ local function write(timer, row, id, revision, status, due, jitter, anew, given_
     if status == 'stopped' and reason == 'ended' and source == '' then
       redis.call('ZADD', INACTIVE, whole(NOW + keep), id)
     end
+  end
+  if trace ~= '' then
+    redis.call('HSET', timer, 'trace', trace)
   end
   declare(timer, id, row)
 end

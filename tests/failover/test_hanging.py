@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from celery import beat as celery_beat
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 
 from tests.conftest import FreshRedis
-from tests.failover.deployment import IS_LONG, TAKEOVER, TIMEOUT, Deploy
+from tests.failover.deployment import IS_LONG, TAKEOVER, TIMEOUT, Deploy, Deployment
 from tests.failover.test_stopping_states import MakeProxy
 from tests.waiting import wait_until
 
@@ -17,7 +21,6 @@ needs_remote_control = pytest.mark.skipif(
 
 @needs_remote_control
 def test_a_beat_whose_loop_hangs_loses_its_timers_and_answers_no_ping(deploy: Deploy) -> None:
-    """One that waits for its broker, or for Redis, is another matter: its loop goes on."""
     deployment = deploy(
         beat_enable_remote_control=True, beat_remote_control_max_tick_age=1.5, timezone="UTC"
     )
@@ -73,24 +76,102 @@ def test_a_beat_whose_loop_hangs_ends_in_time_and_hands_over(deploy: Deploy) -> 
     deployment.ledger.assert_nothing_doubled()
 
 
+Answers = Callable[[], bool]
+
+
+def pinging(deployment: Deployment, *nodes: str) -> Answers:
+    """Return what says whether this node, or none at all, answers a ping."""
+
+    def all_answer() -> bool:
+        replies = deployment.app.control.ping(timeout=1.5, limit=1)
+        return {name for reply in replies for name in reply} == set(nodes)
+
+    return all_answer
+
+
 @needs_remote_control
-def test_a_beat_that_waits_for_its_redis_answers_pings(
-    deploy: Deploy, tcp_proxy: MakeProxy
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_beat_answers_no_ping_while_its_redis_is_frozen(
+    deploy: Deploy, fresh_redis: FreshRedis, shards: int
 ) -> None:
-    """Whoever restarts what does not answer would only make it worse."""
-    deployment = deploy(beat_enable_remote_control=True, beat_remote_control_max_tick_age=1)
-    proxy = tcp_proxy(deployment.store)
-    beat = deployment.start_beat("-n", "waiting@test", dtimer_redis_url=proxy.url)
-    deployment.wait_registered([beat])
-    proxy.black_hole = True
-    deployment.pass_time(TIMEOUT + 1.5)
-    wait_until(
-        lambda: deployment.app.control.ping(destination=["waiting@test"], timeout=0.5),
-        "an answer",
-        5,
+    """It dispatches nothing, though its loop goes on; and it does so by itself afterwards."""
+    deployment = deploy(
+        store=fresh_redis(),
+        beat_enable_remote_control=True,
+        beat_remote_control_max_tick_age=1.5,
+        dtimer_shards=shards,
     )
+    beat = deployment.start_beat("-n", "waiting@test")
+    is_there, is_silent = pinging(deployment, "waiting@test"), pinging(deployment)
+    wait_until(is_there, "an answer", 10)
+    deployment.store.freeze()
+    wait_until(is_silent, "silence", TIMEOUT + 5)
     deployment.pass_time(1)
-    assert deployment.app.control.ping(destination=["waiting@test"], timeout=1)
+    assert is_silent(), "it stays so"
+    deployment.store.thaw()
+    wait_until(is_there, "an answer again", 8)
+    names = deployment.create(5, 0.5)
+    deployment.wait_firing(names)
+    assert "Traceback" not in beat.log_text()
+
+
+@needs_remote_control
+def test_a_beat_that_was_never_registered_answers_no_ping(
+    deploy: Deploy, fresh_redis: FreshRedis
+) -> None:
+    deployment = deploy(
+        store=fresh_redis(),
+        beat_enable_remote_control=True,
+        beat_remote_control_max_tick_age=1.5,
+    )
+    deployment.store.freeze()
+    beat = deployment.start_beat("-n", "early@test")
+    wait_until(lambda: "beat pidbox: Connected" in beat.log_text(), "remote control", 10)
+    wait_until(pinging(deployment), "silence", 5)
+    deployment.pass_time(1)
+    assert pinging(deployment)(), "it stays so"
+    deployment.store.thaw()
+    wait_until(pinging(deployment, "early@test"), "an answer", 8)
+
+
+@needs_remote_control
+def test_a_beat_whose_broker_was_frozen_answers_pings_again(
+    deploy: Deploy, fresh_redis: FreshRedis
+) -> None:
+    """Pings come by the broker: while it is frozen there is no answer, whatever beats say."""
+    deployment = deploy(
+        broker=fresh_redis(),
+        beat_enable_remote_control=True,
+        beat_remote_control_max_tick_age=1.5,
+        broker_transport_options={"socket_timeout": 1, "socket_connect_timeout": 1},
+    )
+    deployment.start_beat("-n", "patient@test")
+    is_there = pinging(deployment, "patient@test")
+    wait_until(is_there, "an answer", 10)
+    deployment.broker.freeze()
+    deployment.pass_time(TIMEOUT + 1)
+    with pytest.raises((OperationalError, RedisError)):
+        deployment.app.control.ping(timeout=0.5)
+    deployment.broker.thaw()
+    wait_until(is_there, "an answer again", 12)
+
+
+@needs_remote_control
+def test_a_beat_with_shards_answers_no_ping_while_one_of_its_loops_hangs(deploy: Deploy) -> None:
+    deployment = deploy(
+        beat_enable_remote_control=True, beat_remote_control_max_tick_age=1.5, dtimer_shards=3
+    )
+    hang = deployment.folder / "hang"
+    deployment.start_beat("-n", "hanging@test", hang=hang)
+    is_there = pinging(deployment, "hanging@test")
+    wait_until(is_there, "an answer", 10)
+    (name,) = deployment.create(1, 0.5)  # in one of the shards
+    deployment.wait_firing([name])
+    hang.touch()
+    wait_until(pinging(deployment), "silence", TIMEOUT + 5)
+    hang.unlink()
+    wait_until(is_there, "an answer again", 8)
+    deployment.wait_sent([name], deployment.now_ms())
 
 
 MANY = 10_000 if IS_LONG else 3_000

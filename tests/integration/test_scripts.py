@@ -1143,6 +1143,24 @@ def _fill(service: Service, most: int, *names: str) -> Any:
     return service.store._call("upsert", "", f"60000 100 {most}", *arguments)
 
 
+def test_upsert_notes_in_which_trace_a_timer_was_written(service: Service) -> None:
+    timer, tracer = service.define(), "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+
+    def upsert(read: str, revision: str, trace: str) -> Any:
+        arguments = (f"{timer.id} {revision} active +1000 0 0 - ", read, timer.blob)
+        return service.store._call("upsert", "", f"60000 100 - {trace}", *arguments)
+
+    assert service.store.traceparents([timer.id]) == [""]
+    assert upsert("", timer.revision, tracer) == WRITTEN
+    assert service.store.traceparents([timer.id, "gone"]) == [tracer, ""]
+    upsert("", timer.revision, tracer.replace("a", "c"))
+    assert service.store.traceparents([timer.id]) == [tracer], "it was not written"
+    assert upsert(f"{timer.revision} active", "another", "") == WRITTEN
+    assert service.store.traceparents([timer.id]) == [tracer], "its creator stays"
+    assert upsert("another active", timer.revision, tracer.replace("a", "c")) == WRITTEN
+    assert service.store.traceparents([timer.id]) == [tracer.replace("a", "c")]
+
+
 def test_upsert_writes_nothing_when_there_would_be_too_many(service: Service) -> None:
     service.join()
     paused, _ = service.add("paused"), service.add("active")
@@ -1745,6 +1763,15 @@ def test_trigger_makes_a_hidden_one_shot_that_is_due(service: Service) -> None:
     assert (due.id, due.parent, due.revision) == (id, timer.id, timer.revision)
     assert due.due_ms == START_MS + 1000
     assert [each.id for each in service.store.timers(service.store.timer_ids())] == [timer.id]
+
+
+def test_trigger_notes_in_which_trace_it_was_asked_for(service: Service) -> None:
+    service.join()
+    timer, tracer = service.add(), "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    ids = [new_trigger_id() for _ in range(2)]
+    assert service.store._call("trigger", timer.id, ids[0], tracer) == 1
+    assert service.store._call("trigger", timer.id, ids[1], "") == 1
+    assert service.store.traceparents(ids) == [tracer, ""]
 
 
 def test_trigger_goes_with_its_commit_and_leaves_its_parent_alone(service: Service) -> None:

@@ -72,6 +72,7 @@ def test_every_setting_is_read_from_the_app() -> None:
         "dtimer_max_timers": 1000,
         "dtimer_metrics_port": 9810,
         "dtimer_metrics_host": "10.0.0.1",
+        "dtimer_send_events": True,
     }
     policies = {"dtimer_coalesce", "dtimer_misfire_grace_time", "dtimer_max_catch_up"}
     assert values.keys() == defaults().keys() - policies
