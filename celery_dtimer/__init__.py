@@ -30,6 +30,7 @@ from celery_dtimer.runs import DeadLetter, RunRecord
 from celery_dtimer.scheduler import DistributedScheduler
 from celery_dtimer.services import ServiceSummary
 from celery_dtimer.timers import DistributedTimer
+from celery_dtimer.transfer import ImportResult, SkippedRow
 from celery_dtimer.version import __version__
 from celery_dtimer.worker import CallbackTimer
 
@@ -44,6 +45,7 @@ __all__ = [
     "EmbeddedServerError",
     "FencedError",
     "Finding",
+    "ImportResult",
     "Instance",
     "InstanceNotFoundError",
     "InvalidTimerError",
@@ -53,6 +55,7 @@ __all__ = [
     "SchemaError",
     "ServiceSummary",
     "SettingsError",
+    "SkippedRow",
     "StoreError",
     "StoreUnavailableError",
     "Timer",
