@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from celery_dtimer.scheduler import DistributedScheduler
     from celery_dtimer.services import ServiceSummary
     from celery_dtimer.timers import DistributedTimer
+    from celery_dtimer.transfer import ImportResult, SkippedRow
     from celery_dtimer.worker import CallbackTimer
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "EmbeddedServerError",
     "FencedError",
     "Finding",
+    "ImportResult",
     "Instance",
     "InstanceNotFoundError",
     "InvalidTimerError",
@@ -61,6 +63,7 @@ __all__ = [
     "SchemaError",
     "ServiceSummary",
     "SettingsError",
+    "SkippedRow",
     "StoreError",
     "StoreUnavailableError",
     "Timer",
@@ -82,6 +85,8 @@ _HOMES = {
     "DistributedScheduler": "scheduler",
     "ServiceSummary": "services",
     "DistributedTimer": "timers",
+    "ImportResult": "transfer",
+    "SkippedRow": "transfer",
     "CallbackTimer": "worker",
 }
 

@@ -92,6 +92,29 @@ def define(
     )
 
 
+def check(app: Celery, definition: Definition) -> None:
+    """Refuse a definition that comes from elsewhere, if `define` would not have made it.
+
+    Args:
+        app: that is to send it.
+        definition: as it was told.
+
+    Raises:
+        InvalidTimerError: something cannot be used; the message names it, its value and what is
+            accepted.
+    """
+    rules, task, options = definition.policy, definition.task, definition.options
+    policy.check_policy(rules, definition.schedule)
+    if not task:
+        raise invalid("task", task, "the name of a Celery task")
+    if task in CANVAS_KINDS:
+        _check_canvas(rules)
+    _check_retries(app, task, options)
+    if rules.is_held:
+        _check_held(app, rules, options)
+    check_options(options, "UTC")
+
+
 def _check_canvas(rules: policy.Policy) -> None:
     """Refuse what needs to know when a run has ended: a canvas may go on after any of its tasks."""
     if rules.overlap != policy.ALLOW:

@@ -293,6 +293,11 @@ def revision_of(definition: Definition, blob: str) -> str:
     return parts + _digest(window) if window else parts
 
 
+def revision_matches(revision: str, blob: str) -> bool:
+    """Say whether a revision may be that of a definition that is stored as a blob."""
+    return _digest(blob) in (revision, revision[_PART : 2 * _PART])
+
+
 @lru_cache(maxsize=1024)
 def _encoded(task: str, schedule: schedules.Schedule) -> tuple[str, str]:
     """Return what many timers share: its JSON, and the schedule's part of a revision."""

@@ -266,6 +266,17 @@ def first_run(definition: Definition, now_ms: int) -> int | None:
     return _within(definition, schedule.next_run_after(max(now_ms, start_ms - 1), start_ms))
 
 
+def run_after(definition: Definition, moment_ms: int, anchor_ms: int) -> int | None:
+    """Return the first run of a timer after a moment, None when it ends before.
+
+    Args:
+        definition: the timer's.
+        moment_ms: the run comes after it.
+        anchor_ms: the scheduled moment of any of its runs.
+    """
+    return _run_after(definition, moment_ms, anchor_ms)
+
+
 def _run_after(definition: Definition, moment_ms: int, anchor_ms: int) -> int | None:
     """Return the first run after a moment, None when the timer ends before."""
     start_ms = definition.policy.start_ms

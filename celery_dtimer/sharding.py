@@ -25,6 +25,7 @@ from celery_dtimer.planning import Plan
 from celery_dtimer.settings import Settings
 from celery_dtimer.store import (
     Cancelled,
+    Incoming,
     Layout,
     LayoutChangedError,
     OutRun,
@@ -310,6 +311,21 @@ class Shards:
     def trigger(self, id: str, trigger_id: str) -> int:
         """Run a timer now; return the code of ``trigger.lua``."""
         return self._by_layout(lambda: self.store_of(id).trigger(id, trigger_id))
+
+    def departing(self) -> list[str]:
+        """Return the ids of timers that are on their way from shard to shard."""
+        return [id for store in self.stores for id in store.departing()]
+
+    def bring(
+        self, rows: Sequence[Incoming], *, is_origin: bool = False
+    ) -> list[int | TimerState | None]:
+        """Write timers with their states, as `Store.bring` does."""
+        by_id = {row.state.id: row for row in rows}
+
+        def bring(store: Store, ids: list[str]) -> list[int | TimerState | None]:
+            return store.bring([by_id[id] for id in ids], is_origin=is_origin)
+
+        return self._by_layout(lambda: self._each(list(by_id), bring))
 
     # -- durable countdowns
 

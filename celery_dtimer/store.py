@@ -61,6 +61,7 @@ from celery_dtimer.model import (
     Timer,
     TimerState,
     decode_definition,
+    is_countdown_id,
     timer_id,
     to_datetime,
 )
@@ -93,11 +94,12 @@ _SCRIPTS = (
     *("requeue", "purge_dead"),
     *("layout", "begin_resharding", "end_resharding", "mark_layout"),
     *("depart", "arrive", "moved", "arrive_runs", "drop_runs", "arrive_letters", "drop_letters"),
+    *("import", "origin"),
 )
 # Those that are to reach the shard where a timer belongs.
 _PLACED = {
     *("upsert", "delete", "pause", "resume", "stop", "trigger", "hold", "cancel", "requeue"),
-    *("declare", "undeclare", "run_started", "run_ended", "renew_runs"),
+    *("declare", "undeclare", "run_started", "run_ended", "renew_runs", "import"),
     *("depart", "arrive", "moved", "arrive_runs", "drop_runs", "arrive_letters", "drop_letters"),
 }
 _FENCED, _BUSY, _UNLINKED, _FULL, _ELSEWHERE = -1, -2, -3, -4, -9
@@ -532,6 +534,57 @@ class Committed(NamedTuple):
     errors: list[str]  #: of the refused pushes, in order
     turn: Turn | None
     is_short: bool = False  #: it has reached fewer replicas than it was to
+
+
+class Incoming(NamedTuple):
+    """A timer that is to be written with its state, as an export has told it."""
+
+    state: TimerState
+    blob: str  #: its definition, "" to leave the one that is there
+    read: TimerState | None = None  #: as it was read here
+    only_ms: int | None = None  #: the only moment that it runs at
+
+    @property
+    def arguments(self) -> list[Any]:
+        """What ``import.lua`` takes of it."""
+        id, only = self.state.id, "-" if self.only_ms is None else self.only_ms
+        flat = [part for pair in _hash_of(self.state).items() for part in pair]
+        head = f"{id} {only} {int(is_countdown_id(id))}"
+        return [head, _told_of(self.read), self.blob, len(flat), *flat]
+
+
+def _hash_of(state: TimerState) -> dict[str, str | int]:
+    """Return a timer's hash, without its owner and what refused messages have left."""
+    moments = {
+        "due": state.due_ms,
+        "at": state.at_ms,
+        "last_run": state.last_run_ms,
+        "last_sent": state.last_sent_ms,
+        "changed": state.changed_ms,
+        "armed": state.armed_ms,
+    }
+    texts = {"reason": storable(state.reason), "source": state.source}
+    return {
+        "status": state.status,
+        "revision": state.revision,
+        "created": state.created_ms,
+        **({"runs": state.runs} if state.runs else {}),
+        **{name: moment for name, moment in moments.items() if moment is not None},
+        **{name: text for name, text in texts.items() if text},
+        **{f"{_SKIPPED}{reason}": count for reason, count in state.skips.items()},
+    }
+
+
+def _told_of(state: TimerState | None) -> str:
+    if state is None:
+        return ""
+    moments = (state.created_ms, state.due_ms, state.last_run_ms, state.last_sent_ms)
+    texts = ("-" if each is None else str(each) for each in moments)
+    return " ".join((state.revision, state.status, *texts))
+
+
+#: The codes of ``import.lua``.
+WRITTEN, PUBLISHING, HAS_BEEN = 1, 2, 3
 
 
 class Cancelled(NamedTuple):
@@ -1400,15 +1453,11 @@ class Store:
         def finish() -> tuple[int, dict[int, TimerState | None]]:
             found = answer()
             if found == _FULL:
-                raise TooManyTimersError(
-                    f"service {shown(self.settings.service)} would have more than its "
-                    f"dtimer_max_timers={self.settings.max_timers}: delete some, or allow more"
-                )
+                raise self._full()
             now_ms, *refused = found
             hashes = zip(refused[::2], refused[1::2], strict=True)
             return now_ms, {
-                place: _state(rows[place][0].id, dict(zip(flat[::2], flat[1::2], strict=True)))
-                for place, flat in hashes
+                place: _state(rows[place][0].id, _pairs(flat)) for place, flat in hashes
             }
 
         return finish
@@ -1850,6 +1899,45 @@ class Store:
         self._call("drop_letters", *(id for id, _ in letters))
         target.moved([f"letter:{id}" for id, _ in letters])
 
+    # -- exports and imports
+
+    def origin(self, mark: str = "") -> str:
+        """Return what marks the service's data, "" when nothing does; it gets ``mark`` then."""
+        return str(self._call("origin", mark))
+
+    def bring(
+        self, rows: Sequence[Incoming], *, is_origin: bool = False
+    ) -> list[int | TimerState | None]:
+        """Write timers with their states; return for each what became of it.
+
+        That is a code of ``import.lua``, or the state of one that is not as it was read.
+
+        Args:
+            rows: the timers.
+            is_origin: they were exported from this very service.
+
+        Raises:
+            TooManyTimersError: there would be more than is allowed; some batches may be written.
+        """
+        settings = self.settings
+        most = "-" if settings.max_timers is None else settings.max_timers
+        how = f"{round(settings.keep_finished * 1000)} {most} {is_origin:d}"
+        found: list[int | TimerState | None] = []
+        for batch in _sized_chunks(rows, lambda row: len(row.blob), _BATCH_BYTES, _UPSERTS):
+            answer = self._call("import", how, *(part for row in batch for part in row.arguments))
+            if answer == _FULL:
+                raise self._full()
+            for row, each in zip(batch, answer, strict=True):
+                is_code = isinstance(each, int)
+                found.append(each if is_code else _state(row.state.id, _pairs(each)))
+        return found
+
+    def _full(self) -> TooManyTimersError:
+        return TooManyTimersError(
+            f"service {shown(self.settings.service)} would have more than its "
+            f"dtimer_max_timers={self.settings.max_timers}: delete some, or allow more"
+        )
+
     # -- wake-ups
 
     def listen(
@@ -2103,6 +2191,10 @@ def _instance(row: Mapping[str, str], owned: object) -> Instance:
 def _moment(text: str) -> datetime | None:
     moment_ms = maybe_whole(text)
     return None if moment_ms is None else to_datetime(moment_ms)
+
+
+def _pairs(flat: Sequence[str]) -> dict[str, str]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _threes(flat: Sequence[str]) -> list[tuple[str, str, str]]:

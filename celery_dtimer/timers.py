@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, tzinfo
 from functools import partial
@@ -28,6 +28,7 @@ from celery_dtimer import (
     history,
     planning,
     schedules,
+    transfer,
 )
 from celery_dtimer.allowed import AllowedTasks
 from celery_dtimer.auditing import TimerAudit, audit_store
@@ -83,6 +84,7 @@ from celery_dtimer.sharding import Shards
 from celery_dtimer.signals import timer_failed
 from celery_dtimer.store import attempts
 from celery_dtimer.tracking import RunTracker
+from celery_dtimer.transfer import ImportResult, OnConflict
 from celery_dtimer.worker import RunClaims, callback_body, remembered_ms, take_retries
 from celery_dtimer.zones import zone_name, zone_of
 
@@ -727,6 +729,65 @@ class DistributedTimer:
         this very moment stays where it is. Without a live instance nothing moves.
         """
         return draining.even_out(self.store)
+
+    def export_timers(
+        self, name: str | None = None, *, include_pending: bool = True
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the service's timers with their state, to be kept or imported elsewhere.
+
+        The first row is a header, each other one a timer, or a call that waits for its time. Write
+        them as lines with `celery_dtimer.transfer.dumps_row`. They hold arguments, and so whatever
+        secrets are in these. Histories, dead letters and pending triggers are not among them.
+
+        Args:
+            name: only timers whose name matches, ``*`` and ``?`` standing for any text and any
+                character; then no calls.
+            include_pending: export calls with ``countdown`` or ``eta`` that wait in Redis too.
+
+        Raises:
+            InvalidTimerError: ``name`` is no text.
+        """
+        if name is not None and not isinstance(name, str):
+            raise invalid("name", name, "a str")
+        return transfer.export_timers(self.store, name, include_pending=include_pending)
+
+    def import_timers(
+        self,
+        rows: Iterable[Mapping[str, Any] | str],
+        *,
+        on_conflict: OnConflict = "replace",
+        on_progress: Callable[[int], None] = lambda done: None,
+    ) -> ImportResult:
+        """Store exported timers, which go on with their next runs of the export.
+
+        All rows are checked as `create_timer` checks before the first is stored. Importing them
+        again changes nothing. A timer that is here with the same definition keeps its own state if
+        that is at least as far on. What was missed since the export is treated as if the beats had
+        been down meanwhile.
+
+        Args:
+            rows: as `export_timers` yields them, or the lines of a file. They are read twice; an
+                iterator is kept in memory for that.
+            on_conflict: what becomes of a timer that has another definition here. "replace": it
+                takes the row's; "keep": it stays; "fail": nothing is imported. A static timer here
+                always keeps the one that its code declares.
+            on_progress: called now and then with how many rows are done.
+
+        Returns:
+            how many timers were created, updated and left unchanged, and which rows were skipped,
+            with the reasons.
+
+        Raises:
+            InvalidTimerError: a row cannot be used; its line and the field are in the message, and
+                nothing was stored.
+            ConflictError: a timer has another definition, and ``on_conflict`` is "fail"; nothing
+                was stored. Or others kept changing a timer.
+            TooManyTimersError: the service has ``dtimer_max_timers``; some batches may have been
+                stored: importing again goes on.
+        """
+        return transfer.import_timers(
+            self.app, self.store, rows, on_conflict=on_conflict, on_progress=on_progress
+        )
 
     def doctor(self, *, worker_timeout: float = 1.0) -> list[Finding]:
         """Return what is so in the service, what is wrong, and what to do about it.

@@ -40,6 +40,8 @@ _COMMANDS = {
     "drain": "services:drain",
     "rebalance": "services:rebalance",
     "reshard": "services:reshard",
+    "export": "transfer:export",
+    "import": "transfer:import_",
 }
 
 

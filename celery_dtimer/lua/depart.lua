@@ -13,13 +13,6 @@
 local SOME = 100
 local DEPARTING = key('departing')
 
--- Says whether an instance may be at work: not when it is dead.
-local function is_alive(id)
-  local heartbeat = id and redis.call('ZSCORE', INSTANCES, id)
-  local timeout = number(fields(key('instance', id or ''), 'instance_timeout')[1], 30000)
-  return heartbeat and NOW - tonumber(heartbeat) <= timeout
-end
-
 local function runs_out(id)
   local found, rows = {}, redis.pcall('ZRANGE', key('open_runs', id), 0, MOST_RUNS - 1, 'WITHSCORES')
   for i = 1, rows.err and 0 or #rows, 2 do
@@ -63,7 +56,7 @@ for i = 2, #ARGV do
     answer[#answer + 1] = {0}
   elseif not triggers.err and #triggers > 0 then
     answer[#answer + 1] = {3, unpack(triggers)}
-  elseif row[1] == 'active' and in_flight(id, row[2]) and is_alive(row[2]) then
+  elseif row[1] == 'active' and in_flight(id, row[2]) and is_at_work(row[2]) then
     answer[#answer + 1] = {2}
   else
     if row[1] ~= 'moving' then

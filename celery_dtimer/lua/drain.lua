@@ -11,8 +11,7 @@
 check_types()
 local id, limit = ARGV[2], tonumber(ARGV[3])
 local instance, own = key('instance', id), key('instance_timers', id)
-local heartbeat = redis.call('ZSCORE', INSTANCES, id)
-if not heartbeat then
+if not redis.call('ZSCORE', INSTANCES, id) then
   return 0
 end
 local takers = {}
@@ -24,8 +23,8 @@ end
 if #takers == 0 then
   return -3
 end
-local row = fields(instance, 'status', 'instance_timeout')
-if row[1] ~= 'leaving' and row[1] ~= 'draining' then
+local status = fields(instance, 'status')[1]
+if status ~= 'leaving' and status ~= 'draining' then
   redis.call('HSET', instance, 'status', 'draining')
 end
 local mover = 'drain:' .. id
@@ -34,7 +33,7 @@ if not may_move(mover) then
 end
 
 local spared, count = {}, 0
-if NOW - tonumber(heartbeat) <= number(row[2], 30000) then
+if is_at_work(id) then
   for timer in string.gmatch(fields(instance, 'in_flight')[1] or '', '%S+') do
     spared[timer], count = true, count + 1
   end

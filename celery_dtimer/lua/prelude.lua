@@ -159,6 +159,13 @@ local function in_flight(id, owner)
   return ids and string.find(' ' .. ids .. ' ', ' ' .. id .. ' ', 1, true)
 end
 
+-- Says whether an instance of an id may be at work: not when it is dead.
+local function is_at_work(id)
+  local heartbeat = id and redis.call('ZSCORE', INSTANCES, id)
+  local timeout = number(fields(key('instance', id or ''), 'instance_timeout')[1], 30000)
+  return heartbeat and NOW - tonumber(heartbeat) <= timeout
+end
+
 -- Says whether an instance was heard within its timeout.
 local function is_heard(instance)
   return NOW - instance.heartbeat <= instance.timeout

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from celery_dtimer import DistributedTimer, resharding
-from celery_dtimer.errors import ConflictError, SettingsError, StoreUnavailableError
+from celery_dtimer.errors import (
+    ConflictError,
+    SettingsError,
+    StoreUnavailableError,
+    TooManyTimersError,
+)
 from celery_dtimer.model import Definition, TimerState, shard_of, timer_id
 from celery_dtimer.moving import move, move_all
 from celery_dtimer.planning import Plan
 from celery_dtimer.resharding import reshard
+from celery_dtimer.schedules import OneShot
 from celery_dtimer.sharding import Shards, shards_of
 from celery_dtimer.store import (
+    HAS_BEEN,
+    PUBLISHING,
+    WRITTEN,
     HeldRun,
+    Incoming,
     Keys,
     Layout,
     LayoutChangedError,
@@ -706,6 +717,117 @@ def test_a_number_that_is_none_is_refused(make_app: MakeApp, count: Any) -> None
         DistributedTimer(make_app(dtimer_shards=count)).get_timers()
     with pytest.raises(SettingsError, match=r"shards=.*a whole number from 1 to 64"):
         DistributedTimer(make_app()).reshard(count)
+
+
+# ------------------------------------------------------------------ import, origin
+
+
+def told(service: Service, definition: Definition, **fields: Any) -> Incoming:
+    """Return a timer as an export has told it."""
+    moments = {"due_ms": START_MS + 1000, "at_ms": START_MS + 1000, **fields}
+    state = TimerState(definition.id, "active", definition.revision, START_MS - 5000)
+    only = moments["due_ms"] if definition.schedule == OneShot(START_MS + 1000) else None
+    return Incoming(replace(state, **moments), definition.blob, None, only)
+
+
+def test_import_writes_a_timer_with_its_state_to_an_owner(service: Service) -> None:
+    service.join()
+    timer = service.define()
+    row = told(service, timer, runs=3, last_run_ms=START_MS - 1, source="app", skips={"misfire": 2})
+    assert service.store.bring([row]) == [WRITTEN]
+    assert service.state(timer.id) == replace(row.state, owner="a")
+    assert service.store.definitions([timer.id]) == [timer.blob]
+    assert service.store.owned_ids("a") == [timer.id]
+    assert service.store.static_timers("app") == {timer.id}
+
+
+def test_import_answers_the_state_of_what_is_here(service: Service) -> None:
+    timer = service.add()
+    row = told(service, timer)
+    state = service.state(timer.id)
+    assert service.store.bring([row]) == [state]
+    assert service.state(timer.id) == state
+    assert service.store.bring([row._replace(read=replace(state, due_ms=1))]) == [state]
+    assert service.store.bring([row._replace(read=state)]) == [WRITTEN]
+    assert service.state(timer.id) == replace(row.state, owner="unassigned")
+    service.store.delete([timer.id])
+    assert service.store.bring([row._replace(read=state)]) == [None]
+
+
+def test_import_keeps_the_owner_and_the_definition_that_is_here(service: Service) -> None:
+    service.join()
+    timer = service.add()
+    service.join("b")
+    row = told(service, timer)._replace(read=service.state(timer.id), blob="")
+    assert service.store.bring([row]) == [WRITTEN]
+    assert service.state(timer.id).owner == "a"
+    assert service.store.definitions([timer.id]) == [timer.blob]
+
+
+def test_import_waits_for_a_run_that_is_being_published(service: Service) -> None:
+    epoch = service.join()
+    timer = service.add()
+    service.clock.advance(10)
+    service.store.due("a", epoch, Reading(10, marks=True))
+    row = told(service, timer)._replace(read=service.state(timer.id))
+    before = service.state(timer.id)
+    assert service.store.bring([row]) == [PUBLISHING]
+    assert service.state(timer.id) == before
+    service.let_pass(31)
+    assert service.store.bring([row]) == [WRITTEN]
+
+
+@pytest.mark.parametrize("later", [0, 29 * 86400])
+def test_import_of_what_runs_once_comes_once(service: Service, later: int) -> None:
+    row = told(service, service.define(at_ms=START_MS + 1000))
+    assert service.store.bring([row]) == [WRITTEN]
+    service.store.delete([row.state.id])
+    service.clock.advance(later)
+    assert service.store.bring([row]) == [HAS_BEEN]
+    service.clock.advance(32 * 86400)
+    service.store.bring([])
+    assert not service.exists(row.state.id)
+
+
+def test_import_where_it_was_exported_brings_back_what_is_to_come(service: Service) -> None:
+    row = told(service, service.define(at_ms=START_MS + 1000))
+    service.clock.advance(2)
+    assert service.store.bring([row], is_origin=True) == [HAS_BEEN]
+    assert service.store.bring([told(service, service.define())], is_origin=True) == [WRITTEN]
+
+
+@pytest.mark.parametrize(("status", "reason"), [("stopped", "finished"), ("paused", "")])
+def test_import_lists_what_does_not_run(service: Service, status: Any, reason: str) -> None:
+    row = told(service, service.define(), status=status, reason=reason)
+    assert service.store.bring([row]) == [WRITTEN]
+    score = service.redis.zscore(service.keys("inactive_timers"), row.state.id)
+    kept = START_MS + 7 * 86400 * SECOND if reason else float("inf")
+    assert score == kept
+
+
+def test_import_writes_nothing_when_there_would_be_too_many(make_service: MakeService) -> None:
+    service = make_service(max_timers=2)
+    service.add("a")
+    rows = [told(service, service.define(name)) for name in ("b", "c")]
+    with pytest.raises(TooManyTimersError):
+        service.store.bring(rows)
+    assert service.store.pending_count() == 1
+    assert service.store.bring(rows[:1]) == [WRITTEN]
+
+
+def test_import_by_an_older_layout_writes_nothing(service: Service) -> None:
+    service.shards.read_layout()
+    store = service.shards.base
+    service.store.mark_layout(NEWER)
+    with pytest.raises(LayoutChangedError):
+        store.bring([told(service, service.define())])
+    assert service.store.pending_count() == 0
+
+
+def test_origin_is_what_it_was_first(service: Service) -> None:
+    assert service.store.origin() == ""
+    assert service.store.origin("one") == "one"
+    assert service.store.origin("two") == service.store.origin() == "one"
 
 
 # ------------------------------------------------------------------ with real beats

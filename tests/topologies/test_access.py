@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
@@ -14,7 +15,7 @@ import redis
 from celery import Celery
 
 from celery_dtimer import DistributedTimer, metrics
-from celery_dtimer.errors import StoreUnavailableError
+from celery_dtimer.errors import ConflictError, StoreUnavailableError
 from tests.conftest import QUICK, FreshRedis
 from tests.failover.deployment import Deployment
 from tests.processes import Process
@@ -149,6 +150,12 @@ def _use_the_api(deployment: Deployment) -> None:
     assert timers.doctor(worker_timeout=0)
     assert "dtimer_service_timers" in metrics.exposition(deployment.app)
     assert all(each.ok for each in timers.audit(datetime.now(timezone.utc) - timedelta(hours=1)))
+    instance, *_ = timers.get_service_instances()
+    with contextlib.suppress(ConflictError):  # it may be alone
+        timers.drain_instance(instance.id)
+    timers.undrain_instance(instance.id)
+    timers.rebalance()
+    assert timers.import_timers(timers.export_timers()).unchanged
     deployment.assert_consistent()
     deployment.app.conf.dtimer_eta_threshold = 0
     waiting = deployment.app.send_task("record", countdown=60)
