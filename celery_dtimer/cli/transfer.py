@@ -60,10 +60,13 @@ def _counted(rows: Iterable[Any], on_progress: Any) -> Iterator[Any]:
 def _write_file(path: Path, rows: Iterable[Any]) -> int:
     """Write rows to a file, which is there as a whole or not at all; return how many."""
     written = 0
-    with _replacing(path) as file:
-        for row in rows:
-            file.write(dumps_row(row) + "\n")
-            written += 1
+    try:
+        with _replacing(path) as file:
+            for row in rows:
+                file.write(dumps_row(row) + "\n")
+                written += 1
+    except OSError as exc:
+        raise click.FileError(str(path), exc.strerror) from exc
     return written
 
 

@@ -51,7 +51,8 @@ class Failure(click.ClickException):
 def told(exc: click.ClickException, *, as_json: bool) -> click.ClickException:
     """Return an error, told in JSON if that is asked; what is shown to people goes to stderr."""
     if as_json:
-        told = {"type": "UsageError", "message": exc.format_message()}
+        kind = "UsageError" if isinstance(exc, click.UsageError) else type(exc).__name__
+        told = {"type": kind, "message": exc.format_message()}
         document = exc.document if isinstance(exc, Failure) else {"error": told}
         Output(as_json=True).document(document)
     return exc

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import click
@@ -616,3 +617,77 @@ def test_a_celery_command_does_not_import_all_commands() -> None:
     code = "import sys, celery_dtimer.cli; print('celery_dtimer.timers' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
+
+
+# ------------------------------------------------------------------ export and import
+
+
+def test_timers_go_to_another_service_and_importing_again_changes_nothing(
+    run: Run, timers: DistributedTimer, app: Celery, tmp_path: Path
+) -> None:
+    for name in ("a\nb", "日本", "", "plain"):
+        create(run, name, "--args", '["hush"]', "--max-runs", "5")
+    run("pause", "plain")
+    file = tmp_path / "timers.jsonl"
+    ran = run("export", str(file), "--json")
+    assert ran.document == {"file": str(file), "exported": 4}
+    assert file.stat().st_mode & 0o077 == 0
+    lines = file.read_text().splitlines()
+    assert len([json.loads(line) for line in lines]) == 5  # the header too
+    again = ("--service", "billing", "import", str(file), "--json")
+    other = DistributedTimer(app, "billing")
+    counts = {"updated": 0, "skipped": []}
+    assert run(*again).document == {"created": 4, "unchanged": 0, **counts}
+    assert run(*again).document == {"created": 0, "unchanged": 4, **counts}
+    for timer in timers.get_timers():
+        assert (there := other.get_timer(timer.name)) == timer, there
+    other.store.close()
+
+
+def test_an_export_goes_through_a_pipe(run: Run) -> None:
+    create(run, "a")
+    create(run, "b")
+    lines = run("export").out
+    assert len(lines.splitlines()) == 3
+    assert len(run("export", "--name", "a").out.splitlines()) == 2
+    assert len(run("export", "--json").document) == 3
+    ran = run("--service", "billing", "import", input=lines)
+    assert (ran.status, ran.out) == (0, "2 created, 0 updated, 0 unchanged, 0 left out\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda lines: [], "line 1"),
+        (lambda lines: lines[1:], "line 1"),
+        (lambda lines: [*lines, "{"], "line 4"),
+        (lambda lines: [*lines, lines[1]], "line 4"),
+        (lambda lines: [lines[0].replace('"version":1', '"version":99'), *lines[1:]], "99"),
+    ],
+)
+def test_of_a_bad_file_nothing_is_stored(
+    run: Run, tmp_path: Path, spoil: Callable[[list[str]], list[str]], told: str
+) -> None:
+    create(run, "a")
+    create(run, "b")
+    lines = run("export").out.splitlines()
+    file = tmp_path / "timers.jsonl"
+    file.write_text("\n".join(spoil(lines)))
+    ran = run("--service", "billing", "import", str(file), "--json")
+    assert (ran.status, ran.document["error"]["type"]) == (2, "InvalidTimerError"), ran
+    assert told in ran.document["error"]["message"]
+    assert run("--service", "billing", "list", "--json").document == []
+    file.write_bytes(b"\xff\xfe")
+    assert run("import", str(file)).status == 2
+    assert run("import", str(tmp_path / "none")).status == 2
+
+
+def test_an_export_that_fails_leaves_the_file_as_it_was(make_app: MakeApp, tmp_path: Path) -> None:
+    file = tmp_path / "timers.jsonl"
+    file.write_text("before")
+    ran = run_command(make_app(dtimer_redis_url=NOBODY), "export", str(file))
+    assert ran.status == 3
+    assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
+    ran = run_command(make_app(), "export", str(tmp_path / "no" / "folder"))
+    assert (ran.status, "Traceback" in ran.err) == (1, False)
