@@ -359,14 +359,14 @@ def _timers(store: Store, census: Census, instances: Sequence[Instance]) -> Iter
     yield Finding("timers", "ok", f"{census.total} in all")
     for why, names in sorted(census.overdue.items()):
         severity: Severity = "warning" if instances else "error"
-        advice = _ADVICE.get(why, "see the beats' logs, and get_dead_letters()")
+        advice = _ADVICE.get(why, "see the beats' logs, and the dead letters")
         found = f"{len(names)} are overdue since {why}: {_listed(names)}"
         yield Finding("overdue", severity, found, advice)
     if not census.overdue:
         yield Finding("overdue", "ok", f"none by more than {store.settings.lag_limit:g} s")
     if census.broken:
         rows = [f"{name} ({reason})" for name, reason in census.broken]
-        advice = "mend what the reasons say, and create them again, or resume_timer()"
+        advice = "mend what the reasons say, and create them again, or resume them"
         yield Finding("broken", "error", f"{len(rows)} timers do not run: {_listed(rows)}", advice)
     else:
         yield Finding("broken", "ok", "none")
@@ -384,7 +384,7 @@ def _letters(store: Store) -> Iterator[Finding]:
         return
     newest = Counter(row.get("reason") or "?" for _, row in store.dead_letters(0, 100))
     reasons = ", ".join(f"{number} {reason}" for reason, number in newest.most_common())
-    advice = "look at get_dead_letters(); requeue_dead_letter() or purge_dead_letters()"
+    advice = "look at them (celery dtimer dead list); requeue or purge them"
     yield Finding("dead letters", "warning", f"{count}; of the newest: {reasons}", advice)
 
 

@@ -20,6 +20,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from celery.exceptions import ImproperlyConfigured
 
 
@@ -95,7 +97,7 @@ _SHOWN = 80  # characters of a wrong value that a message repeats
 def shown(value: object) -> str:
     """Return a value's ``repr``, cut so that a message stays readable."""
     try:
-        text = repr(value)
+        text = value.isoformat() if isinstance(value, datetime) else repr(value)
     except Exception:  # a huge int has none, and a user's class may fail
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -126,7 +126,8 @@ class Shards:
             raise SettingsError(
                 f"dtimer_shards={configured} differs from what the service "
                 f"{self.settings.service} has: {layout.wanted or layout.shards}. Set it to that, "
-                f"or give the service other shards by DistributedTimer.reshard({configured})"
+                f"or give the service other shards by DistributedTimer.reshard({configured}) or "
+                f"celery dtimer reshard {configured}"
             )
         with self._lock:
             self._layout = layout

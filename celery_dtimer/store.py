@@ -233,7 +233,7 @@ def prelude(schema: int = SCHEMA) -> str:
 
 
 def _lua(name: str) -> str:
-    return (resources.files("celery_dtimer") / "lua" / f"{name}.lua").read_text()
+    return (resources.files("celery_dtimer") / "lua" / f"{name}.lua").read_text("utf-8")
 
 
 @cache

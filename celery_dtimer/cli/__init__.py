@@ -7,11 +7,13 @@ the commands by subject.
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Any
 
 import click
 
-from celery_dtimer.cli.usage import EXIT_STATUS, SERVICE, Group
+from celery_dtimer.cli.usage import AS_JSON, EXIT_STATUS, SERVICE, Group
 
 __all__ = ["dtimer"]
 
@@ -47,12 +49,16 @@ _COMMANDS = {
 
 @click.group(cls=Group, commands=_COMMANDS, epilog=EXIT_STATUS)
 @click.option("--service", metavar="NAME", help="Another service than the app's (dtimer_service).")
+@click.option("as_json", "--json", is_flag=True, help="The same as --json behind the command.")
 @click.pass_context
-def dtimer(ctx: click.Context, /, service: str | None, **_preloaded: Any) -> None:
+def dtimer(ctx: click.Context, /, service: str | None, as_json: bool, **_preloaded: Any) -> None:
     """Look at and change the timers of a service, and its instances.
 
     TIMER is a timer's name or its id. Tables are for terminals: in a pipe each row is a line, with
     tabs between its values. --json prints exactly one JSON document on stdout; all else goes to
     stderr.
     """
-    ctx.meta[SERVICE] = service
+    ctx.meta[SERVICE], ctx.meta[AS_JSON] = service, as_json
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # whatever a name is written in

@@ -10,8 +10,10 @@ import click
 from celery.bin.base import CeleryCommand
 from kombu.exceptions import OperationalError
 
-from celery_dtimer.cli.output import Output
+from celery_dtimer.cli.output import Output, UnwritableError
+from celery_dtimer.cli.parameters import zone_of_app
 from celery_dtimer.cli.usage import (
+    AS_JSON,
     EXIT_STATUS,
     FOUND,
     SERVICE,
@@ -32,10 +34,10 @@ from celery_dtimer.errors import (
     shown,
 )
 from celery_dtimer.masking import masked
-from celery_dtimer.model import Instance, Timer
+from celery_dtimer.model import Instance, Timer, timer_id
 from celery_dtimer.timers import DistributedTimer, timers_of
 
-_SAMPLED = 5000  # timers whose names are compared with a wrong one
+_SAMPLED = 50_000  # timers whose names are compared with a wrong one
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,13 +48,29 @@ class Session:
     def __init__(self, ctx: click.Context, *, as_json: bool) -> None:
         """Take both from the context that Celery's command has made."""
         self.app: Any = ctx.obj.app
-        self.output = Output(as_json=as_json, has_color=not ctx.obj.no_color)
-        self.service: str | None = ctx.meta.get(SERVICE)
+        self.zone = zone_of_app(self.app)
+        self.output = Output(as_json=as_json, has_color=not ctx.obj.no_color, zone=self.zone)
+        self._service: str | None = ctx.meta.get(SERVICE)
 
     @functools.cached_property
     def timers(self) -> DistributedTimer:
-        """The timers of the service."""
-        return timers_of(self.app, self.service)
+        """The timers of the service.
+
+        Raises:
+            Failure: it was named, and is none that is there; it tells those that are alike.
+        """
+        timers = self.new_timers
+        if self._service is not None and timers.store.base.stored_layout() is None:
+            message = f"no service has the name {shown(self._service)}"
+            names = [each.name for each in timers.get_services()]
+            close = close_to(self._service, names)
+            raise Failure(message, WRONG, kind="ServiceNotFoundError", suggestions=close)
+        return timers
+
+    @functools.cached_property
+    def new_timers(self) -> DistributedTimer:
+        """The timers of the service, which may be a new one."""
+        return timers_of(self.app, self._service)
 
     def timer(self, name: str) -> Timer:
         """Return a timer by its id or name.
@@ -77,6 +95,23 @@ class Session:
             missing = InstanceNotFoundError(f"no instance has the id {shown(id)}")
             raise unknown(missing, id, found)
         return found[id]
+
+
+def reference(timer: Timer) -> str:
+    """Return by what the API finds a timer, and no other whose name is this one's id."""
+    return timer.name if timer_id(timer.name) == timer.id else timer.id
+
+
+def confirm(question: str) -> None:
+    """Ask people whether to go on.
+
+    Raises:
+        click.Abort: no, or nobody answers.
+    """
+    try:
+        click.confirm(question, abort=True, err=True)
+    except RuntimeError:  # there is no stdin at all
+        raise click.Abort from None
 
 
 def unknown(exc: Exception, name: str, known: Iterable[str]) -> Failure:
@@ -107,11 +142,15 @@ class Command(CeleryCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the arguments; what is wrong with them is told in JSON too, if that is asked."""
-        wants_json = "--json" in args
+        as_json = "--json" in args or bool(ctx.meta.get(AS_JSON))
         try:
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, args)
         except click.UsageError as exc:
-            raise told(exc, as_json=wants_json) from None
+            raise told(exc, as_json=as_json) from None
+        except SettingsError as exc:
+            raise told(_failure(exc), as_json=as_json) from exc
+        ctx.params["as_json"] = ctx.params["as_json"] or bool(ctx.meta.get(AS_JSON))
+        return left
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error is a line, and a status."""
@@ -125,9 +164,12 @@ class Command(CeleryCommand):
             raise told(failure, as_json=as_json) from None
         except BrokenPipeError:
             raise
-        except (DistributedTimerError, OperationalError, OSError) as exc:
-            failure = Failure(masked(exc), status_of(exc), kind=type(exc).__name__)
-            raise told(failure, as_json=as_json) from exc
+        except (DistributedTimerError, OperationalError, OSError, UnwritableError) as exc:
+            raise told(_failure(exc), as_json=as_json) from exc
+
+
+def _failure(exc: Exception) -> Failure:
+    return Failure(masked(exc), status_of(exc), kind=type(exc).__name__)
 
 
 def status_of(exc: Exception) -> int:

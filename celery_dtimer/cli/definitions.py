@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import click
-from celery.schedules import solar
 
 from celery_dtimer.cli.commands import Session
 from celery_dtimer.cli.parameters import (
@@ -18,9 +17,15 @@ from celery_dtimer.cli.parameters import (
 )
 from celery_dtimer.cli.usage import WRONG, Failure, close_to
 from celery_dtimer.errors import InvalidTimerError, shown
+from celery_dtimer.keywords import KEYWORDS
+from celery_dtimer.model import Timer
 from celery_dtimer.options import CANVAS_KINDS
 from celery_dtimer.policy import OVERLAPS
+from celery_dtimer.schedules import Solar
 from celery_dtimer.zones import POLICIES
+
+#: What ``--unset`` takes beside the options that a timer has.
+UNSET = KEYWORDS | {"args", "kwargs"}
 
 _SCHEDULES = ("every", "cron", "rrule", "at", "solar")
 
@@ -95,21 +100,46 @@ def keywords_of(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
         given_names = " and ".join(f"--{name}" for name in schedules)
         raise click.UsageError(f"{given_names} exclude each other: a timer has one schedule")
     for name, value in schedules.items():
-        keywords["schedule"] = solar(*value, app=session.app) if name == "solar" else value
+        keywords["schedule"] = Solar(*value) if name == "solar" else value
     return keywords
 
 
 def _check_known(session: Session, task: str) -> None:
     """Refuse a task, or the short name of a callback, that the app does not know."""
-    known = {*session.timers.callbacks, *_tasks(session)}
-    if task not in known and task not in CANVAS_KINDS:
-        message = (
-            f"this app knows no task {shown(task)}; with --unregistered it is taken all the same"
-        )
-        close = close_to(task, (name for name in known if not name.startswith("celery.")))
-        raise Failure(message, WRONG, kind=InvalidTimerError.__name__, suggestions=close)
+    if not is_known_task(session, task):
+        more = "; with --unregistered it is taken all the same"
+        raise unknown_task(session, task, more)
 
 
-def _tasks(session: Session) -> Iterable[str]:
+def is_known_task(session: Session, task: str) -> bool:
+    """Say whether this is the name of a task of the app, or of a callback."""
+    return task in CANVAS_KINDS or task in _tasks(session)
+
+
+def unknown_task(session: Session, task: str, more: str = "") -> Failure:
+    """Return the failure for a task that the app does not know, with those that are alike."""
+    message = f"this app knows no task {shown(task)}{more}"
+    names = [name for name in _tasks(session) if not name.startswith("celery.")]
+    close = close_to(task, names)
+    if not close:  # it may be the last part of one
+        close = [name for name in names if name.rpartition(".")[2] == task.rpartition(".")[2]][:3]
+    return Failure(message, WRONG, kind=InvalidTimerError.__name__, suggestions=close)
+
+
+def _tasks(session: Session) -> set[str]:
     session.app.loader.import_default_modules()
-    return list(session.app.tasks)
+    return {*session.new_timers.callbacks, *session.app.tasks}
+
+
+def check_unset(timer: Timer, names: Iterable[str]) -> None:
+    """Refuse to give a default to what a timer does not have.
+
+    Raises:
+        Failure: with the names that are alike.
+    """
+    known = {*UNSET, *timer.options}
+    for name in names:
+        if name not in known:
+            message = f"--unset {shown(name)}: the timer has no such thing"
+            kind = InvalidTimerError.__name__
+            raise Failure(message, WRONG, kind=kind, suggestions=close_to(name, known))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone, tzinfo
 from typing import Any
 
 import click
+from dateutil.parser import isoparse
 from kombu.utils import json
 
 _GAP = "  "
@@ -20,52 +23,97 @@ _COLORS = {
     **dict.fromkeys(("broken", "error", "down", "failed", "lost", "silent"), "red"),
 }
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
+_MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)")
+_ENDLESS = 1_000_000  # columns of what is no terminal
+
+
+class UnwritableError(Exception):
+    """Stdout takes no more: its disk is full, say."""
 
 
 class Output:
-    """Where a command prints: results go to stdout, all else to stderr."""
+    """Where a command prints: results go to stdout, all else to stderr.
 
-    def __init__(self, *, as_json: bool, has_color: bool = False) -> None:
+    Nothing that is stored reaches a terminal as it is: what would be obeyed there, is escaped.
+    """
+
+    def __init__(
+        self, *, as_json: bool, has_color: bool = False, zone: tzinfo = timezone.utc
+    ) -> None:
         """Prepare to print.
 
         Args:
             as_json: as one JSON document.
             has_color: whether colors may be used on a terminal.
+            zone: by whose clocks people are told moments.
         """
         self.as_json = as_json
-        self.is_terminal = sys.stdout.isatty()
-        self._has_color = has_color and self.is_terminal
+        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        self._has_color = has_color and self.is_terminal and not os.environ.get("NO_COLOR")
+        self._zone = zone
 
     def document(self, content: Any) -> None:
         """Print a JSON document: the only one of a command."""
-        click.echo(json.dumps(content, indent=2, ensure_ascii=True))
+        self._print(json.dumps(content, indent=2, ensure_ascii=True))
 
     def note(self, text: str) -> None:
         """Tell people something beside the result."""
-        click.echo(text, err=True)
+        click.echo(visible(text), err=True)
 
-    def line(self, text: str) -> None:
-        """Print a line of a result for people."""
-        click.echo(text)
+    def line(self, text: str, *, lead: str = "") -> None:
+        """Print a line of a result for people, behind a word in its color."""
+        self._print(self.colored(lead, lead.strip()) + visible(text))
 
-    def table(self, heading: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Print rows: aligned under a heading on a terminal, else with tabs in between."""
+    def row(self, text: str) -> None:
+        """Print a line that is escaped already."""
+        self._print(text)
+
+    def table(
+        self,
+        heading: Sequence[str],
+        rows: Iterable[Sequence[Any]],
+        *,
+        optional: Sequence[str] = (),
+        whole: Sequence[str] = (),
+    ) -> None:
+        """Print rows: aligned under a heading on a terminal, else with tabs in between.
+
+        Args:
+            heading: the columns' titles.
+            rows: of so many values each.
+            optional: columns that are left out where the terminal is too narrow, in this order.
+            whole: columns that are never cut.
+        """
         if self.is_terminal:
-            lines = self.aligned(heading, rows)
+            lines = self.aligned(heading, rows, optional=optional, whole=whole)
             for line in lines or ["none"]:
-                click.echo(line)
+                self._print(line)
             return
         for row in rows:
-            click.echo("\t".join(map(visible, row)))
+            self._print("\t".join(map(visible, row)))
 
-    def aligned(self, heading: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    def aligned(
+        self,
+        heading: Sequence[str],
+        rows: Iterable[Sequence[Any]],
+        *,
+        optional: Sequence[str] = (),
+        whole: Sequence[str] = (),
+    ) -> list[str]:
         """Return the lines of a table that fits the terminal; none without rows."""
         cells = [[visible(cell) for cell in row] for row in rows]
         if not cells:
             return []
-        table = [[title.upper() for title in heading], *cells]
-        widths = _fitted([max(map(width, column)) for column in zip(*table, strict=True)])
-        return [self._aligned(row, widths, is_heading=not place) for place, row in enumerate(table)]
+        columns = {
+            title: [title.upper(), *column]
+            for title, column in zip(heading, zip(*cells, strict=True), strict=True)
+        }
+        widths = {title: max(map(width, column)) for title, column in columns.items()}
+        room = shutil.get_terminal_size().columns if self.is_terminal else _ENDLESS
+        fitted = _fitted(widths, room, optional, whole)
+        table = zip(*(columns[title] for title in fitted), strict=True)
+        sizes = list(fitted.values())
+        return [self._aligned(row, sizes, is_heading=not place) for place, row in enumerate(table)]
 
     def _aligned(self, row: Sequence[str], widths: Sequence[int], *, is_heading: bool) -> str:
         texts = [_padded(cell, size) for cell, size in zip(row, widths, strict=True)]
@@ -76,18 +124,35 @@ class Output:
 
     def fields(self, rows: Iterable[tuple[str, Any]]) -> None:
         """Print names with values, one a line; what is not there is left out."""
-        told = [(name, visible(value)) for name, value in rows if value not in (None, "")]
+        told = [(visible(name), visible(value)) for name, value in rows if value not in (None, "")]
         longest = max((len(name) for name, _ in told), default=0)
         for name, value in told:
             title = f"{name}:".ljust(longest + 1) if self.is_terminal else name
-            click.echo(
-                f"{title} {self.colored(value)}" if self.is_terminal else f"{title}\t{value}"
-            )
+            gap = " " if self.is_terminal else "\t"
+            self._print(f"{title}{gap}{self.colored(value)}")
 
     def colored(self, text: str, word: str | None = None) -> str:
         """Return a text in the color of a word, by default its own."""
         color = _COLORS.get(text if word is None else word)
         return click.style(text, fg=color) if color and self._has_color else text
+
+    def moment(self, moment: datetime | None) -> str | None:
+        """Return a moment by the clocks of the zone for people, else as ISO 8601 in UTC."""
+        return local(moment, self._zone) if self.is_terminal else iso(moment)
+
+    def sentence(self, text: str) -> str:
+        """Return a text whose moments, in UTC, are by the clocks of the zone for people."""
+        if not self.is_terminal:
+            return text
+        return _MOMENT.sub(lambda found: local(isoparse(found[0]), self._zone) or "", text)
+
+    def _print(self, text: str) -> None:
+        try:
+            click.echo(text)
+        except BrokenPipeError:
+            raise
+        except OSError as exc:
+            raise UnwritableError(f"stdout can not be written: {exc.strerror}") from exc
 
 
 def visible(value: Any) -> str:
@@ -126,16 +191,29 @@ def _padded(text: str, size: int) -> str:
     return text + " " * (size - width(text))
 
 
-def _fitted(widths: list[int]) -> list[int]:
-    """Return the widths of columns that fit the terminal: the widest gives most."""
-    room = shutil.get_terminal_size().columns - len(_GAP) * (len(widths) - 1)
-    while sum(widths) > room and max(widths) > _NARROWEST:
-        widest = widths.index(max(widths))
-        widths[widest] = max(_NARROWEST, widths[widest] - max(1, sum(widths) - room))
-        others = [each for place, each in enumerate(widths) if place != widest]
-        if others and widths[widest] < max(others) and sum(widths) < room:
-            widths[widest] = min(max(others), widths[widest] + room - sum(widths))
-    return widths
+def _fitted(
+    widths: Mapping[str, int], room: int, optional: Sequence[str], whole: Sequence[str]
+) -> dict[str, int]:
+    """Return the columns that are shown, with widths that fit: the widest give most."""
+    left = dict(widths)
+    for title in optional:
+        if _taken(left) <= room:
+            break
+        left.pop(title, None)
+    while (over := _taken(left) - room) > 0:
+        cut = {title: size for title, size in left.items() if title not in whole}
+        widest = max(cut, key=lambda title: cut[title], default=None)
+        if widest is None or cut[widest] <= _NARROWEST:
+            break
+        others = [size for title, size in cut.items() if title != widest]
+        next_widest = max(others, default=0)
+        step = max(1, min(over, cut[widest] - max(next_widest, _NARROWEST)))
+        left[widest] = cut[widest] - step
+    return left
+
+
+def _taken(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + len(_GAP) * (len(widths) - 1)
 
 
 def iso(moment: datetime | None) -> str | None:
@@ -173,5 +251,5 @@ def from_now(moment: datetime | None, now: datetime) -> str | None:
     """Return how far a moment is from now, for example "in 5 min" or "3 s ago"."""
     if moment is None:
         return None
-    away = moment - now
+    away = moment.astimezone(timezone.utc) - now.astimezone(timezone.utc)  # by no clocks on walls
     return f"in {span(away)}" if away >= timedelta(0) else f"{span(-away)} ago"

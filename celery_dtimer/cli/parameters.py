@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from datetime import datetime, time, timedelta
+from datetime import datetime, time, timedelta, timezone, tzinfo
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 from celery.app.utils import find_app
+from celery.exceptions import ImproperlyConfigured
 from click.shell_completion import CompletionItem
 from dateutil.parser import isoparse
 from kombu.utils import json
 
+from celery_dtimer.errors import SettingsError, shown
 from celery_dtimer.timers import DistributedTimer, timers_of
 
 if TYPE_CHECKING:
@@ -25,8 +27,9 @@ _PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 _LONGEST = 1000 * 366 * 86_400  # seconds
+_FIRST, _LAST = 1971, 9998  # years
 _COMPLETED = 50  # names that are offered
-_READ = 2000  # timers that are looked through for them
+_READ = 10_000  # dead letters that are looked through for them
 
 
 class Duration(ParamType):
@@ -41,7 +44,9 @@ class Duration(ParamType):
         seconds = seconds_in(value)
         if seconds is None or seconds > _LONGEST:
             self.fail(
-                f"{value!r} is no length of time: expected 90, 90s, 15m, 1h30m or 2d", param, ctx
+                f"{shown(value)} is no length of time: expected 90, 90s, 15m, 1h30m or 2d",
+                param,
+                ctx,
             )
         return timedelta(seconds=seconds)
 
@@ -60,6 +65,21 @@ def seconds_in(text: str) -> float | None:
     return total if text else None
 
 
+def zone_of_app(app: Any) -> tzinfo:
+    """Return the time zone of a Celery app.
+
+    Raises:
+        SettingsError: there is none of the name that it is given.
+    """
+    try:
+        zone: tzinfo = app.timezone
+    except (KeyError, ValueError, ImproperlyConfigured) as exc:
+        accepted = "expected the name of a time zone"
+        named = shown(app.conf.timezone)
+        raise SettingsError(f"timezone={named} is not accepted; {accepted}") from exc
+    return zone
+
+
 class Moment(ParamType):
     """A moment: ISO 8601, a time of today, ``now``, ``2h ago`` or ``in 30m``.
 
@@ -72,11 +92,11 @@ class Moment(ParamType):
         """Return the moment; an aware one, or one without a zone, which is the app's."""
         if isinstance(value, datetime):
             return value
-        app: Any = ctx.obj.app if ctx is not None else None
-        moment = moment_in(value, datetime.now(None if app is None else app.timezone))
+        zone = zone_of_app(ctx.obj.app) if ctx is not None else timezone.utc
+        moment = moment_in(value, datetime.now(zone))
         if moment is None:
             self.fail(
-                f"{value!r} is no moment: expected 2026-12-31, 2026-12-31T23:59, "
+                f"{shown(value)} is no moment: expected 2026-12-31, 2026-12-31T23:59, "
                 "2026-12-31T23:59Z, 23:59, now, 2h ago or in 30m",
                 param,
                 ctx,
@@ -89,18 +109,19 @@ def moment_in(text: str, now: datetime) -> datetime | None:
     text = text.strip()
     if text == "now":
         return now
-    for pattern, sign in ((r"in (.+)|\+(.+)", 1), (r"(.+) ago|-(.+)", -1)):
+    for pattern, sign in ((r"in (.+)", 1), (r"(.+) ago", -1)):
         if relative := re.fullmatch(pattern, text):
-            seconds = seconds_in(relative[1] or relative[2])
+            seconds = seconds_in(relative[1])
             if seconds is not None and seconds < _LONGEST / 1000:
                 return now + sign * timedelta(seconds=seconds)
     try:
         if _CLOCK.fullmatch(text):
             hour, minute, second = [*map(int, text.split(":")), 0][:3]
             return datetime.combine(now, time(hour, minute, second), now.tzinfo)
-        return isoparse(text.replace(" ", "T", 1)) if _DATE.match(text) else None
+        moment = isoparse(text.replace(" ", "T", 1)) if _DATE.match(text) else None
     except ValueError:
         return None
+    return moment if moment is not None and _FIRST <= moment.year <= _LAST else None
 
 
 class Json(ParamType):
@@ -118,9 +139,9 @@ class Json(ParamType):
         try:
             found = json.loads(value)
         except Exception as exc:  # the constructors of Celery's typed values raise what they like
-            self.fail(f"{value!r} is no JSON: {exc}", param, ctx)
+            self.fail(f"{shown(value)} is no JSON: {exc}", param, ctx)
         if not isinstance(found, self._kind):
-            self.fail(f"{value!r} is no {self.name}", param, ctx)
+            self.fail(f"{shown(value)} is no {self.name}", param, ctx)
         return found
 
 
@@ -135,7 +156,7 @@ class Assignment(ParamType):
             return value
         name, sign, text = value.partition("=")
         if not (name and sign):
-            self.fail(f"{value!r} is no NAME=VALUE", param, ctx)
+            self.fail(f"{shown(value)} is no NAME=VALUE", param, ctx)
         try:
             return name, json.loads(text)
         except Exception:  # likewise
@@ -178,7 +199,7 @@ def _timers(ctx: click.Context) -> DistributedTimer:
 def _timer_names(timers: DistributedTimer, begun: str) -> list[tuple[str, str]]:
     return [
         (timer.name, timer.status)
-        for timer in timers.get_timers(limit=_READ)
+        for timer in timers.get_timers(name=f"{begun}*", limit=_COMPLETED)
         if timer.name.startswith(begun) and timer.name.isprintable() and timer.name
     ]
 

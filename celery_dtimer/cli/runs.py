@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from celery_dtimer.auditing import TimerAudit
-from celery_dtimer.cli.commands import Command, Session, pass_session, unknown
+from celery_dtimer.cli.commands import Command, Session, confirm, pass_session, reference, unknown
+from celery_dtimer.cli.definitions import is_known_task, unknown_task
 from celery_dtimer.cli.documents import call_document, error_document, plain
-from celery_dtimer.cli.output import iso, local, span
+from celery_dtimer.cli.output import span
 from celery_dtimer.cli.parameters import (
     JSON_LIST,
     JSON_OBJECT,
@@ -37,11 +38,6 @@ arguments_option = click.option(
 )
 
 
-def moment_text(session: Session, moment: datetime | None) -> str | None:
-    """Return a moment by the app's clocks for people, else as ISO 8601."""
-    return local(moment, session.app.timezone) if session.output.is_terminal else iso(moment)
-
-
 @click.command(cls=Command)
 @click.argument("timer", required=False, metavar="[TIMER]", shell_complete=complete_timers)
 @click.option("--state", type=click.Choice(STATES), help="Only those in this state.")
@@ -50,21 +46,23 @@ def moment_text(session: Session, moment: datetime | None) -> str | None:
 @pass_session
 def runs(session: Session, timer: str | None, state: str | None, offset: int, limit: int) -> None:
     """Show what became of runs, the newest first, also of those that no worker has recorded."""
-    id = None if timer is None else session.timer(timer).id
-    found = session.timers.get_runs(id, state=state, offset=offset, limit=limit)
+    wanted = None if timer is None else reference(session.timer(timer))
+    found = session.timers.get_runs(wanted, state=state, offset=offset, limit=limit)
     if session.output.as_json:
         session.output.document(list(map(plain, found)))
         return
     session.output.table(
         ["scheduled", "timer", "run", "state", "sent", "took", "worker", "task id", "error"],
         (_run_row(session, record) for record in found),
+        optional=("task id", "worker", "sent", "took", "run"),
+        whole=("scheduled", "state"),
     )
 
 
 def _run_row(session: Session, record: RunRecord) -> tuple[Any, ...]:
     late = None if record.sent_at is None else record.sent_at - record.scheduled_at
     return (
-        moment_text(session, record.scheduled_at),
+        session.output.moment(record.scheduled_at),
         record.name or record.timer_id,
         record.number,
         record.state,
@@ -102,12 +100,14 @@ def dead_list(session: Session, offset: int, limit: int, arguments: bool) -> Non
         ["letter", "at", "timer", "run", "task", "reason", "where", "error", *_titles(arguments)],
         (
             (
-                *(letter.id, moment_text(session, letter.at), letter.name or letter.timer_id),
+                *(letter.id, session.output.moment(letter.at), letter.name or letter.timer_id),
                 *(letter.number, letter.task, letter.reason, letter.where, letter.error),
                 *((letter.args, letter.kwargs) if arguments else ()),
             )
             for letter in found
         ),
+        optional=("where", "run", "at", "task"),
+        whole=("letter",),
     )
 
 
@@ -158,7 +158,7 @@ def dead_purge(session: Session, before: datetime | None, yes: bool) -> None:
     """Remove dead letters."""
     if not yes:
         which = "all dead letters" if before is None else f"dead letters written until {before}"
-        click.confirm(f"Remove {which}?", abort=True, err=True)
+        confirm(f"Remove {which}?")
     removed = session.timers.purge_dead_letters(before)
     if session.output.as_json:
         session.output.document({"removed": removed})
@@ -183,6 +183,8 @@ def dead_purge(session: Session, before: datetime | None, yes: bool) -> None:
 def pending(session: Session, arguments: bool, **filters: Any) -> None:
     """List the calls with countdown or eta that wait in Redis, by their time."""
     found = session.timers.get_pending(**filters)
+    if not found and filters["task"] and not is_known_task(session, filters["task"]):
+        raise unknown_task(session, filters["task"])
     if session.output.as_json:
         session.output.document([call_document(call, arguments=arguments) for call in found])
         return
@@ -190,12 +192,14 @@ def pending(session: Session, arguments: bool, **filters: Any) -> None:
         ["task id", "task", "eta", "queue", "retries", *_titles(arguments)],
         (
             (
-                *(call.task_id, call.task, moment_text(session, call.eta), call.queue),
+                *(call.task_id, call.task, session.output.moment(call.eta), call.queue),
                 call.retries,
                 *((call.argsrepr, call.kwargsrepr) if arguments else ()),
             )
             for call in found
         ),
+        optional=("retries", "queue"),
+        whole=("task id",),
     )
 
 
@@ -231,9 +235,11 @@ def audit(
 
     The exit status is 1 if a run is lost.
     """
-    id = None if timer is None else session.timer(timer).id
-    now = datetime.now(session.app.timezone)
-    found = session.timers.audit(since or (until or now) - _AUDITED, until, id)
+    wanted = None if timer is None else reference(session.timer(timer))
+    now = datetime.now(session.zone)
+    if since is not None and since.replace(tzinfo=since.tzinfo or session.zone) > now:
+        raise click.BadParameter("expected a moment that has passed", param_hint="--since")
+    found = session.timers.audit(since or (until or now) - _AUDITED, until, wanted)
     if session.output.as_json:
         session.output.document([{**plain(each), "ok": each.ok} for each in found])
     else:
@@ -249,10 +255,12 @@ def _audit_table(session: Session, found: Sequence[TimerAudit]) -> None:
             (
                 *(each.name or each.timer_id, _verdict(each), each.expected, each.sent),
                 ", ".join(f"{count} {why}" for why, count in each.skipped.items()) or "0",
-                *(each.pending, each.lost, moment_text(session, each.since), each.note or "-"),
+                *(each.pending, each.lost, session.output.moment(each.since), each.note or "-"),
             )
             for each in found
         ),
+        optional=("since", "pending", "note"),
+        whole=("verdict", "lost"),
     )
     lost = sum(each.lost or 0 for each in found)
     session.output.note(f"{len(found)} timers: {lost} runs lost")

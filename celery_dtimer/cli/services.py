@@ -11,8 +11,7 @@ from celery_dtimer.cli.documents import instance_document, plain
 from celery_dtimer.cli.output import named, span
 from celery_dtimer.cli.parameters import complete_instances
 from celery_dtimer.cli.progress import Progress
-from celery_dtimer.cli.runs import moment_text
-from celery_dtimer.cli.usage import FOUND
+from celery_dtimer.cli.usage import FOUND, UNREACHABLE
 from celery_dtimer.doctor import Finding
 from celery_dtimer.membership import local_host
 from celery_dtimer.model import Instance, to_ms
@@ -54,10 +53,12 @@ def instances(session: Session) -> None:
                 *(each.id, state_of(session, each, age), f"{span(age)} ago", each.timers),
                 *(each.sent, each.skipped, each.refused, each.broker or "-", each.dispatch or "-"),
                 "-" if each.clock_offset is None else f"{each.clock_offset:+.3f} s",
-                *(moment_text(session, each.started_at), each.version),
+                *(session.output.moment(each.started_at), each.version),
             )
             for each, age in found
         ),
+        optional=("version", "started", "clock", "refused", "dispatch", "skipped", "sent"),
+        whole=("instance", "state"),
     )
 
 
@@ -82,6 +83,8 @@ def doctor(session: Session, worker_timeout: float, strict: bool) -> None:
     else:
         for finding in findings:
             _say_finding(session, finding)
+    if any(finding.check == "store" and finding.severity == "error" for finding in findings):
+        raise click.exceptions.Exit(UNREACHABLE)
     bad = ("error", "warning") if strict else ("error",)
     if any(finding.severity in bad for finding in findings):
         raise click.exceptions.Exit(FOUND)
@@ -92,8 +95,7 @@ def _say_finding(session: Session, finding: Finding) -> None:
     if not output.is_terminal:
         output.table([], [(finding.severity, finding.check, finding.found, finding.advice or "-")])
         return
-    severity = output.colored(f"{finding.severity:7}", finding.severity)
-    output.line(f"{severity}  {finding.check}: {finding.found}")
+    output.line(f"  {finding.check}: {finding.found}", lead=f"{finding.severity:7}")
     if finding.advice:
         output.line(f"         -> {finding.advice}")
 

@@ -8,15 +8,21 @@ from typing import Any
 
 import click
 
-from celery_dtimer.cli.commands import Command, Session, pass_session
-from celery_dtimer.cli.definitions import definition_options, keywords_of
+from celery_dtimer.cli.commands import Command, Session, confirm, pass_session, reference
+from celery_dtimer.cli.definitions import (
+    check_unset,
+    definition_options,
+    is_known_task,
+    keywords_of,
+    unknown_task,
+)
 from celery_dtimer.cli.documents import (
     error_document,
     policy_document,
     timer_document,
     whole_timer_document,
 )
-from celery_dtimer.cli.output import from_now, iso, local, named, span
+from celery_dtimer.cli.output import Output, from_now, iso, named, span
 from celery_dtimer.cli.parameters import (
     MOMENT,
     complete_instances,
@@ -24,7 +30,7 @@ from celery_dtimer.cli.parameters import (
 )
 from celery_dtimer.cli.usage import FOUND, Failure
 from celery_dtimer.errors import InvalidTimerError, TimerNotFoundError, shown
-from celery_dtimer.model import Timer, timer_id
+from celery_dtimer.model import Timer
 from celery_dtimer.zones import zone_of
 
 _NEVER = datetime.fromtimestamp(0, timezone.utc)
@@ -77,6 +83,8 @@ def list_(
     else:
         found = sorted(session.timers.get_timers(instance=instance, **filters), key=_SORTS[sort])
         found = found[offset : None if limit is None else offset + limit]
+    if not found and filters["task"] and not is_known_task(session, filters["task"]):
+        raise unknown_task(session, filters["task"])
     if session.output.as_json:
         session.output.document(list(map(timer_document, found)))
     else:
@@ -85,37 +93,37 @@ def list_(
 
 def _list_table(session: Session, found: Sequence[Timer]) -> None:
     """Show timers: with ids and whole moments where programs read, by the clock for people."""
-    output, zone, now = session.output, session.app.timezone, datetime.now(timezone.utc)
-    heading = ["name", "status", "next run", "", "runs", "skipped", "schedule", "task", "instance"]
-    if output.is_terminal:
-        output.table(
-            heading,
+    output, now = session.output, datetime.now(timezone.utc)
+    if not output.is_terminal:
+        output.table([], ((timer.id, *_cells(output, timer), timer.instance) for timer in found))
+        return
+    output.table(
+        ["name", "status", "next run", "in", "runs", "skipped", "schedule", "task", "instance"],
+        (
             (
-                (
-                    *(named(timer.name), timer.status, local(timer.next_run_at, zone)),
-                    from_now(timer.next_run_at, now) or "",
-                    *(timer.total_run_count, timer.skipped, _rule(timer), timer.task),
-                    timer.instance,
-                )
-                for timer in found
-            ),
-        )
-    else:
-        output.table(
-            [],
-            (
-                (
-                    *(timer.id, named(timer.name), timer.status, iso(timer.next_run_at)),
-                    *(timer.total_run_count, timer.skipped, _rule(timer), timer.task),
-                    timer.instance,
-                )
-                for timer in found
-            ),
-        )
+                *_cells(output, timer)[:3],
+                from_now(timer.next_run_at, now),
+                *_cells(output, timer)[3:],
+                timer.instance,
+            )
+            for timer in found
+        ),
+        optional=("instance", "skipped", "runs", "next run", "task"),
+        whole=("status", "in"),
+    )
 
 
-def _rule(timer: Timer) -> str:
-    return "can not be read" if timer.schedule is None else timer.schedule.describe()
+def _cells(output: Output, timer: Timer) -> tuple[Any, ...]:
+    return (
+        *(named(timer.name), timer.status, output.moment(timer.next_run_at)),
+        *(timer.total_run_count, timer.skipped, _rule(output, timer), timer.task),
+    )
+
+
+def _rule(output: Output, timer: Timer) -> str:
+    if timer.schedule is None:
+        return "can not be read"
+    return output.sentence(timer.schedule.describe())
 
 
 @click.command(cls=Command)
@@ -127,15 +135,14 @@ def show(session: Session, timer: str) -> None:
 
 
 def _show(session: Session, timer: Timer) -> None:
-    output, zone, now = session.output, session.app.timezone, datetime.now(timezone.utc)
+    output, now = session.output, datetime.now(timezone.utc)
     if output.as_json:
         output.document(whole_timer_document(timer))
         return
 
     def moment(value: datetime | None) -> str | None:
-        if value is None or not output.is_terminal:
-            return iso(value)
-        return f"{local(value, zone)} ({from_now(value, now)})"
+        away = f" ({from_now(value, now)})" if output.is_terminal and value else ""
+        return None if value is None else f"{output.moment(value)}{away}"
 
     output.fields(
         [
@@ -144,7 +151,7 @@ def _show(session: Session, timer: Timer) -> None:
             ("status", timer.status),
             ("reason", timer.reason),
             ("description", timer.description),
-            ("schedule", _rule(timer)),
+            ("schedule", _rule(output, timer)),
             ("task", timer.task),
             ("args", timer.args or None),
             ("kwargs", timer.kwargs or None),
@@ -177,21 +184,28 @@ def preview(
     except TimerNotFoundError:
         session.timer(timer)  # tells names that are alike
         raise
-    begin = after or datetime.now(session.app.timezone)
+    begin = after or datetime.now(session.zone)
     if begin.tzinfo is None:
-        begin = begin.replace(tzinfo=zone_of(timezone) if timezone else session.app.timezone)
+        begin = begin.replace(tzinfo=zone_of(timezone) if timezone else session.zone)
     rows = list(_marked(runs, begin))
     if session.output.as_json:
         session.output.document([_preview_document(*row) for row in rows])
         return
-    now = datetime.now(runs[0].tzinfo) if runs else None
-    session.output.table(
-        ["", "run", "", "clocks"],
-        (
-            (place, _clock(run), from_now(run, now) if now else "", _change(change))
-            for place, (run, change) in enumerate(rows, 1)
-        ),
-    )
+    if session.output.is_terminal:
+        now = datetime.now(session.zone)
+        session.output.table(
+            ["", "run", "in", "clocks"],
+            (
+                (place, _clock(run), from_now(run, now), _change(change))
+                for place, (run, change) in enumerate(rows, 1)
+            ),
+            optional=("", "in"),
+            whole=("run",),
+        )
+    else:
+        session.output.table(
+            [], ((iso(run), run.isoformat(), _change(change) or "-") for run, change in rows)
+        )
 
 
 def _marked(
@@ -240,16 +254,16 @@ def _change(change: timedelta | None) -> str:
 def why(session: Session, timer: str, moment: datetime) -> None:
     """Say what became of a timer's run at a moment, or why there was none."""
     found = session.timer(timer)
-    answer = session.timers.why(found.id, moment)
+    answer = session.timers.why(reference(found), moment)
     if session.output.as_json:
         told = {"timer_id": found.id, "name": found.name, "moment": _asked(session, moment)}
         session.output.document({**told, "answer": answer})
     else:
-        session.output.line(answer)
+        session.output.line(session.output.sentence(answer))
 
 
 def _asked(session: Session, moment: datetime) -> str | None:
-    return iso(moment if moment.tzinfo else moment.replace(tzinfo=session.app.timezone))
+    return iso(moment if moment.tzinfo else moment.replace(tzinfo=session.zone))
 
 
 # ------------------------------------------------------------------ changing
@@ -271,8 +285,9 @@ def create(session: Session, name: str, **given: Any) -> None:
     ):
         if missing not in keywords:
             raise click.UsageError(f"a timer needs {wanted}")
-    id = session.timers.create_timer(name, **keywords)
-    _changed(session, session.timers.get_timer(id), "stored")
+    timers = session.new_timers
+    timers.create_timer(name, **keywords)
+    _changed(session, timers.get_timer(name), "stored")
 
 
 @click.command(cls=Command)
@@ -288,11 +303,15 @@ def update(
 ) -> None:
     """Change a timer; what is not named stays."""
     changes = keywords_of(session, given)
-    changes |= dict.fromkeys((name.replace("-", "_") for name in unset), None)
-    if not changes:
+    unset = [name.replace("-", "_") for name in unset]
+    if not (changes or unset):
         raise click.UsageError("nothing was named that is to be changed")
     found = session.timer(timer)
-    changed = session.timers.update_timer(found.id, expected_revision=if_revision, **changes)
+    check_unset(found, unset)
+    changes |= dict.fromkeys(unset)
+    changed = session.timers.update_timer(
+        reference(found), expected_revision=if_revision, **changes
+    )
     _changed(session, changed, "updated")
 
 
@@ -300,7 +319,7 @@ def _changed(session: Session, timer: Timer, what: str) -> None:
     if session.output.as_json:
         session.output.document(whole_timer_document(timer))
         return
-    at = local(timer.next_run_at, session.app.timezone)
+    at = session.output.moment(timer.next_run_at)
     following = f"; next run {at}" if at else f"; {timer.status}"
     session.output.line(f"{shown(timer.name)} {what} ({timer.id}){following}")
 
@@ -331,18 +350,18 @@ def _chosen(session: Session, names: Sequence[str], pattern: str | None) -> list
     return list({timer.id: timer for timer in found}.values())
 
 
-def _confirm(timers: Sequence[Timer], verb: str) -> None:
+def _confirm(output: Output, timers: Sequence[Timer], verb: str) -> None:
     """Ask whether to go on.
 
     Raises:
         click.Abort: no.
     """
     for timer in timers[:_LISTED]:
-        click.echo(f"  {shown(timer.name)}  {_rule(timer)}  {timer.task}", err=True)
+        output.note(f"  {shown(timer.name)}  {_rule(output, timer)}  {timer.task}")
     if len(timers) > _LISTED:
-        click.echo(f"  ... and {len(timers) - _LISTED} others", err=True)
+        output.note(f"  ... and {len(timers) - _LISTED} others")
     what = "this timer" if len(timers) == 1 else f"these {len(timers)} timers"
-    click.confirm(f"{verb.capitalize()} {what}?", abort=True, err=True)
+    confirm(f"{verb.capitalize()} {what}?")
 
 
 def _apply(
@@ -353,7 +372,7 @@ def _apply(
     for timer in timers:
         result: dict[str, Any] = {"id": timer.id, "name": timer.name, "done": True}
         try:
-            action(timer.name if timer_id(timer.name) == timer.id else timer.id)
+            action(reference(timer))
         except (InvalidTimerError, TimerNotFoundError) as exc:
             result |= {"done": False, "error": error_document(exc)}
         results.append(result)
@@ -379,7 +398,7 @@ def _command(name: str, past: str, about: str, *, asks: bool = False) -> click.C
     def command(session: Session, timers: Sequence[str], pattern: str | None, yes: bool) -> None:
         chosen = _chosen(session, timers, pattern)
         if not yes and (asks or (pattern is not None and len(chosen) > 1)):
-            _confirm(chosen, name)
+            _confirm(session.output, chosen, name)
         _apply(session, chosen, past, getattr(session.timers, f"{name}_timer"))
 
     return command

@@ -8,19 +8,21 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple
 
 import click
 
 from celery_dtimer.cli.commands import Command, Session, pass_session
 from celery_dtimer.cli.documents import instance_document, timer_document
-from celery_dtimer.cli.output import from_now, local, named, span
+from celery_dtimer.cli.output import from_now, named, span, visible
+from celery_dtimer.cli.parameters import DURATION
 from celery_dtimer.cli.services import instances_with_age, state_of
 from celery_dtimer.errors import StoreUnavailableError
 from celery_dtimer.model import Instance, Timer
 from celery_dtimer.timers import Counts
 
+_SHORTEST, _LONGEST = 0.1, 3600  # seconds between two looks
 _NEXT = 10  # timers that come next
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen, and back
 _HOME, _REST, _LINE = "\x1b[H", "\x1b[J", "\x1b[K\n"  # go there; clear what follows
@@ -66,24 +68,24 @@ def rates(before: Look | None, now: Look) -> dict[str, float]:
 
 @click.command(cls=Command)
 @click.option(
-    "--interval",
-    type=click.FloatRange(0.1, 3600),
-    default=1.0,
-    show_default=True,
-    help="Seconds between two looks.",
+    "--interval", type=DURATION, default="1s", show_default=True, help="Between two looks."
 )
 @click.option("--once", is_flag=True, help="Look once, and end; so it is in a pipe.")
 @pass_session
-def top(session: Session, interval: float, once: bool) -> None:
+def top(session: Session, interval: timedelta, once: bool) -> None:
     """Watch the service live: instances, rates, and what comes next. End it with q."""
+    seconds = interval.total_seconds()
+    if not _SHORTEST <= seconds <= _LONGEST:
+        accepted = f"expected from {_SHORTEST:g} to {_LONGEST} s"
+        raise click.BadParameter(accepted, param_hint="--interval")
     if once or session.output.as_json or not session.output.is_terminal:
-        _look_once(session, interval)
+        _look_once(session, seconds)
         return
     before: Look | None = None
-    with _screen():
+    with contextlib.suppress(KeyboardInterrupt), _screen():
         while True:
             before = _draw(session, before)
-            if _is_ended(interval):
+            if _is_ended(seconds):
                 return
 
 
@@ -95,7 +97,7 @@ def _look_once(session: Session, interval: float) -> None:
         session.output.document(_document(session, first, now))
         return
     for line in frame(session, first, now):
-        session.output.line(line)
+        session.output.row(line)
 
 
 def _document(session: Session, before: Look, now: Look) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def _draw(session: Session, before: Look | None) -> Look | None:
         now = look_at(session)
         lines = frame(session, before, now)
     except StoreUnavailableError as exc:
-        lines = [session.output.colored(str(exc), "error")]
+        lines = [session.output.colored(visible(exc), "error")]
     height = shutil.get_terminal_size().lines
     click.echo(_HOME + "".join(line + _LINE for line in lines[: height - 1]) + _REST, nl=False)
     return now
@@ -167,12 +169,12 @@ def _draw(session: Session, before: Look | None) -> Look | None:
 
 def frame(session: Session, before: Look | None, now: Look) -> list[str]:
     """Return the lines of one view."""
-    output, zone = session.output, session.app.timezone
+    output = session.output
     wall, found = datetime.now(timezone.utc), rates(before, now)
     rate = f"{found['']:.1f}/s" if "" in found else "-"
     skips = ", ".join(f"{count} {why}" for why, count in now.counts.skips.items()) or "0"
     return [
-        f"service {session.timers.service}   {local(wall.replace(microsecond=0), zone)}",
+        f"service {visible(session.timers.service)}   {output.moment(wall.replace(microsecond=0))}",
         f"waiting {now.waiting}   sent {now.counts.sent} ({rate})   skipped {skips}   "
         f"dead letters {now.dead}",
         "",
@@ -186,16 +188,19 @@ def frame(session: Session, before: Look | None, now: Look) -> list[str]:
                 )
                 for each, age in now.instances
             ),
+            whole=("instance", "state"),
         ),
         "",
         *output.aligned(
-            ["next", "", "timer", "schedule", "task"],
+            ["next", "in", "timer", "schedule", "task"],
             (
                 (
-                    *(local(timer.next_run_at, zone), from_now(timer.next_run_at, wall)),
+                    *(output.moment(timer.next_run_at), from_now(timer.next_run_at, wall)),
                     *(named(timer.name), timer.schedule and timer.schedule.describe(), timer.task),
                 )
                 for timer in now.coming
             ),
+            optional=("next", "task"),
+            whole=("in",),
         ),
     ]

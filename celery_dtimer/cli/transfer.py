@@ -43,7 +43,7 @@ def export(session: Session, file: str, name: str | None, no_pending: bool) -> N
             return
         else:
             for row in told:
-                click.echo(dumps_row(row))
+                session.output.row(dumps_row(row))
             return
     if session.output.as_json:
         session.output.document({"file": file, "exported": count - 1})
@@ -107,7 +107,7 @@ def import_(session: Session, file: str, on_conflict: OnConflict) -> None:
     try:
         lines = _lines(file)
         with Progress("imported", len(lines) - 1) as on_progress:
-            result = session.timers.import_timers(
+            result = session.new_timers.import_timers(
                 lines, on_conflict=on_conflict, on_progress=on_progress
             )
     except UnicodeDecodeError as exc:

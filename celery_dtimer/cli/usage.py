@@ -5,6 +5,7 @@ Celery imports this before each of its commands, of any app: it imports little i
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -12,13 +13,16 @@ from typing import Any
 
 import click
 
-from celery_dtimer.cli.output import Output
+from celery_dtimer.cli.output import Output, UnwritableError, visible
 from celery_dtimer.errors import shown
 
 #: The exit status of a command that has found something, was used wrongly, or met no server.
 FOUND, WRONG, UNREACHABLE = 1, 2, 3
 
-SERVICE = "celery_dtimer.service"  #: where the group leaves what --service says
+SERVICE = "celery_dtimer.service"  #: where the group leaves what --service says,
+AS_JSON = "celery_dtimer.as_json"  #: and --json
+
+_LONGEST = 2000  # characters of a message
 
 EXIT_STATUS = """\b
 Exit status:
@@ -50,11 +54,14 @@ class Failure(click.ClickException):
 
 def told(exc: click.ClickException, *, as_json: bool) -> click.ClickException:
     """Return an error, told in JSON if that is asked; what is shown to people goes to stderr."""
+    message = exc.message if len(exc.message) <= _LONGEST else exc.message[:_LONGEST] + "…"
+    vars(exc)["message"] = "\n".join(map(visible, message.split("\n")))
     if as_json:
         kind = "UsageError" if isinstance(exc, click.UsageError) else type(exc).__name__
         told = {"type": kind, "message": exc.format_message()}
         document = exc.document if isinstance(exc, Failure) else {"error": told}
-        Output(as_json=True).document(document)
+        with contextlib.suppress(UnwritableError):  # that may be what is told
+            Output(as_json=True).document(document)
     return exc
 
 
@@ -89,6 +96,14 @@ class Group(click.Group):
         module, _, attribute = self._places[cmd_name].partition(":")
         command: click.Command = getattr(import_module(f"celery_dtimer.cli.{module}"), attribute)
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read what stands before the command's name."""
+        wants_json = "--json" in args
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as exc:
+            raise told(exc, as_json=wants_json) from None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

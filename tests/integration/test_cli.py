@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from celery_dtimer.membership import local_host
 from celery_dtimer.runs import FAILED
 from celery_dtimer.store import OutRun
 from tests.commands import Ran, run_command
-from tests.conftest import MakeApp
+from tests.conftest import QUICK, MakeApp
 from tests.waiting import wait_until
 
 NOBODY = "redis://localhost:1/0"
@@ -117,6 +118,14 @@ def test_every_command_tells_its_exit_status_and_takes_json() -> None:
         ("delete", "nightly"),
         ("list", "--status", "odd"),
         ("list", "--instance", "nobody"),
+        ("list", "--task", "shop.bil"),
+        ("pending", "--task", "shop.bil"),
+        ("update", "nightly", "--unset", "qeueu"),
+        ("create", "x", "--solar", "sunrize", "48", "2", "--task", "shop.bill"),
+        ("create", "x", "--solar", "sunrise", "nan", "inf", "--task", "shop.bill"),
+        ("top", "--interval", "nan"),
+        ("audit", "--until", "0001-01-01"),
+        ("audit", "--since", "in 1d"),
         ("list", "--no-such-option"),
         ("create", "x", "--every", "1h"),
         ("create", "x", "--every", "1h", "--task", "shop.bil"),
@@ -152,6 +161,10 @@ def test_json_is_exactly_one_document_whatever_is_found(run: Run, args: tuple[st
         (("delete", "Nightly2"), "'nightly'"),
         (("create", "x", "--every", "1h", "--task", "shop.bil"), "'shop.bill'"),
         (("create", "x", "--every", "1h", "--task", "remnid"), "'remind'"),
+        (("create", "x", "--every", "1h", "--task", "bill"), "'shop.bill'"),
+        (("list", "--task", "shop.bil"), "'shop.bill'"),
+        (("update", "nightly", "--unset", "description2"), "'description'"),
+        (("--service", "order", "list"), "'orders'"),
         (("list", "--statsu", "active"), "--status"),
     ],
 )
@@ -189,12 +202,13 @@ def test_a_setting_that_is_wrong_is_wrong_use(make_app: MakeApp) -> None:
 
 def test_another_service_can_be_named(run: Run, app: Celery) -> None:
     create(run)
-    assert run("--service", "billing", "list", "--json").document == []
+    wrong = run("--service", "billing", "list", "--json")
+    assert (wrong.status, wrong.document["error"]["type"]) == (2, "ServiceNotFoundError")
+    assert [each["name"] for each in run("services", "--json").document] == ["orders"]
     other = DistributedTimer(app, "billing")
     other.create_timer("theirs", 60, "shop.bill")
-    assert [each["name"] for each in run("--service", "billing", "list", "--json").document] == [
-        "theirs"
-    ]
+    ran = run("--service", "billing", "--json", "list")
+    assert [each["name"] for each in ran.document] == ["theirs"]
     assert [each["name"] for each in run("list", "--json").document] == ["nightly"]
     other.store.close()
 
@@ -216,7 +230,8 @@ def test_a_list_is_sorted_by_the_next_run_or_otherwise(run: Run) -> None:
     assert names("--sort", "name", "--offset", "1", "--limit", "1") == ["b"]
     assert names("--status", "paused") == ["c"]
     assert names("--name", "?") == ["a", "b", "c"]
-    assert names("--task", "shop.none") == []
+    assert names("--task", "shop.bill") == ["a", "b", "c"]
+    assert names("--task", "celery.backend_cleanup") == []
 
 
 def test_in_a_pipe_a_timer_is_a_line(run: Run) -> None:
@@ -262,8 +277,9 @@ def test_preview_shows_ten_runs_and_marks_where_clocks_change(run: Run) -> None:
         "2027-03-29T02:00:00+02:00",
     ]
     assert [row["clocks_changed_by"] for row in rows[:3]] == [None, 3600.0, None]
-    marked = [row for row in run("preview", "0 2 * * *", *after).rows if row[-1]]
-    assert [row[-1] for row in marked] == ["<- clocks went forward 1 h before it"]
+    rows = run("preview", "0 2 * * *", *after).rows
+    assert rows[1][:2] == ["2027-03-28T01:00:00.000Z", "2027-03-28T03:00:00+02:00"]
+    assert [row[-1] for row in rows if row[-1] != "-"] == ["<- clocks went forward 1 h before it"]
     autumn = ("--after", "2027-10-30T23:00", "--timezone", "Europe/Paris", "-n", "5")
     hours = run("preview", "0 * * * *", *autumn, "--json").document
     marked_hours = [row["run_at"] for row in hours if row["clocks_changed_by"] is not None]
@@ -436,6 +452,37 @@ def test_a_pattern_takes_only_stars_and_question_marks(run: Run) -> None:
         create(run, name)
     found = run("list", "--name", "*[]", "--json").document
     assert sorted(each["name"] for each in found) == ["*?[]", "ab[]"]
+
+
+def test_a_name_that_is_the_id_of_another_timer_misleads_nobody(run: Run) -> None:
+    first = create(run, "first")
+    second = create(run, first["id"], "--every", "2h")
+    changed = run("update", "first", "--description", "the first", "--json").document
+    assert changed["id"] == first["id"]
+    changed = run("update", first["id"], "--description", "the other", "--json").document
+    assert changed["id"] == second["id"]
+    assert run("show", "first", "--json").document["description"] == "the first"
+    assert run("why", "first", "now", "--json").document["timer_id"] == first["id"]
+    assert run("audit", "first", "--json").document[0]["timer_id"] == first["id"]
+    assert run("delete", "first", "--yes").status == 0
+    assert [each["id"] for each in run("list", "--json").document] == [second["id"]]
+
+
+def test_nothing_that_is_stored_is_obeyed_by_a_terminal(run: Run, timers: DistributedTimer) -> None:
+    evil = "\x1b[31mevil\x07\nline"
+    timers.create_timer(evil, 3600, evil, kwargs={evil: evil}, description=evil, queue=evil)
+    id = timers.get_timer(evil).id
+    run_of_it = OutRun("4b3c", id, 1_750_000_000_000, 1, message="m", worker="celery@here")
+    assert timers.store.run_ended(run_of_it, FAILED, error=evil, letter={"reason": FAILED})
+    for args in (
+        *(("list",), ("show", evil), ("runs",), ("dead", "list", "--arguments")),
+        *(("why", evil, "2025-06-15T15:06:40Z"), ("delete", evil), ("audit",)),
+        *(("doctor", "--worker-timeout", "0"), ("pause", evil), ("update", evil, "--every", "2h")),
+        *(("show", evil + "x"), ("update", evil, "--if-revision", evil, "--every", "3h")),
+        *(("health", "--instance", evil), ("top", "--interval", "100ms"), ("cancel", evil)),
+    ):
+        ran = run(*args)
+        assert not {"\x1b", "\x07"} & set(ran.out + ran.err), args
 
 
 # ------------------------------------------------------------------ pending calls (case 44)
@@ -676,7 +723,7 @@ def test_of_a_bad_file_nothing_is_stored(
     ran = run("--service", "billing", "import", str(file), "--json")
     assert (ran.status, ran.document["error"]["type"]) == (2, "InvalidTimerError"), ran
     assert told in ran.document["error"]["message"]
-    assert run("--service", "billing", "list", "--json").document == []
+    assert run("--service", "billing", "list").status == 2  # there is no such service
     file.write_bytes(b"\xff\xfe")
     assert run("import", str(file)).status == 2
     assert run("import", str(tmp_path / "none")).status == 2
@@ -691,3 +738,72 @@ def test_an_export_that_fails_leaves_the_file_as_it_was(make_app: MakeApp, tmp_p
     assert list(tmp_path.iterdir()) == [file]
     ran = run_command(make_app(), "export", str(tmp_path / "no" / "folder"))
     assert (ran.status, "Traceback" in ran.err) == (1, False)
+
+
+# ------------------------------------------------------------------ streams and locales
+
+
+@pytest.mark.parametrize(
+    ("redirected", "status", "told"),
+    [
+        ("list >&-", 0, ""),
+        ("list --json >&-", 0, ""),
+        ("list --json > /dev/full", 1, "No space left"),
+        ("list > /dev/full", 1, "No space left"),
+        ("delete 'n日' <&-", 1, "aborted"),
+        ("list | head -n 1", 0, ""),
+    ],
+)
+def test_odd_streams_make_no_traceback(
+    run: Run, shell: Callable[..., Ran], redirected: str, status: int, told: str
+) -> None:
+    create(run, "n日")
+    ran = shell(redirected)
+    assert (ran.status, told in ran.err, "Traceback" in ran.err) == (status, True, False), ran
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C"},
+    ],
+)
+def test_any_locale_will_do(run: Run, shell: Callable[..., Ran], locale: dict[str, str]) -> None:
+    create(run, "n日")
+    ran = shell("list", **locale)
+    assert (ran.status, ran.err) == (0, "")
+    assert "n日" in ran.out or r"n\u65e5" in ran.out
+
+
+@pytest.fixture
+def shell(app: Celery, tmp_path: Path) -> Callable[..., Ran]:
+    """Run the end of a command line in a shell."""
+    conf = {name: app.conf[name] for name in (*QUICK, *_NAMED)}
+    (tmp_path / "proj.py").write_text(
+        f"from celery import Celery\napp = Celery('orders')\napp.conf.update({conf!r})\n"
+    )
+
+    def run_in_shell(end: str, **environment: str) -> Ran:
+        line = f"set -o pipefail; {sys.executable} -m celery -A proj dtimer {end}"
+        ran = subprocess.run(
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT))),
+                **environment,
+            },
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        texts = (text.decode("utf-8", "replace") for text in (ran.stdout, ran.stderr))
+        return Ran(ran.returncode, *texts)
+
+    return run_in_shell
+
+
+ROOT = Path(__file__).parents[2]
+_NAMED = ("broker_url", "dtimer_service", "dtimer_key_prefix")

@@ -53,9 +53,8 @@ def test_a_length_of_time_has_an_end() -> None:
     [
         ("now", NOW),
         ("2h ago", NOW - timedelta(hours=2)),
-        ("-2h", NOW - timedelta(hours=2)),
         ("in 30m", NOW + timedelta(minutes=30)),
-        ("+1h30m", NOW + timedelta(minutes=90)),
+        ("in 1h30m", NOW + timedelta(minutes=90)),
         ("23:59", datetime(2026, 12, 3, 23, 59, tzinfo=PARIS)),
         ("9:05:07", datetime(2026, 12, 3, 9, 5, 7, tzinfo=PARIS)),
         ("2026-12-31", datetime(2026, 12, 31)),  # noqa: DTZ001 - the app's zone
@@ -83,6 +82,10 @@ def test_a_moment(text: str, moment: datetime) -> None:
         "ago",
         "in",
         "in x",
+        "-1",
+        "-5m",
+        "0001-01-01",
+        "9999-12-31",
     ],
 )
 def test_what_is_no_moment(text: str) -> None:
@@ -140,11 +143,42 @@ def test_moments_for_programs_and_for_people() -> None:
     assert from_now(moment, moment + timedelta(minutes=2)) == "2 min ago"
 
 
+def terminal() -> Output:
+    output = Output(as_json=False, zone=PARIS)
+    output.is_terminal = True
+    return output
+
+
+def test_people_are_told_by_the_clocks_of_their_zone() -> None:
+    text = "sent at 2026-12-03T07:30:00.250+00:00, or 2026-07-01T00:00:00Z"
+    assert terminal().sentence(text) == (
+        "sent at 2026-12-03 08:30:00.250 CET, or 2026-07-01 02:00:00 CEST"
+    )
+    assert Output(as_json=False, zone=PARIS).sentence(text) == text
+
+
+def test_the_time_until_a_moment_goes_by_no_clock_on_a_wall() -> None:
+    now = datetime(2027, 3, 27, 12, tzinfo=PARIS)
+    assert from_now(datetime(2027, 3, 28, 12, tzinfo=PARIS), now) == "in 23 h"
+
+
+def test_a_narrow_terminal_lacks_what_is_least_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    rows = [("n" * 12, "active", "12345678901234", "zzzzzzzz")]
+    heading = ["name", "status", "runs", "task"]
+    how = {"optional": ("runs", "task"), "whole": ("status",)}
+    lines = terminal().aligned(heading, rows, **how)
+    assert lines == ["NAME          STATUS  TASK", "nnnnnnnnnnnn  active  zzzzzzzz"]
+    monkeypatch.setenv("COLUMNS", "16")
+    assert terminal().aligned(heading, rows, **how)[1] == "nnnnnnn…  active"
+    assert "12345678901234" in Output(as_json=False).aligned(heading, rows, **how)[1]
+
+
 @pytest.mark.parametrize("columns", [20, 60, 200])
 def test_a_table_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     rows = [("a" * 50, "short", "日本" * 30), ("b", "", "c")]
-    lines = Output(as_json=False).aligned(["first", "second", "third"], rows)
+    lines = terminal().aligned(["first", "second", "third"], rows)
     assert len(lines) == 3
     assert max(map(width, lines)) <= max(columns, 3 * 8 + 4)
     assert lines[2].startswith("b")
