@@ -12,7 +12,6 @@ from datetime import datetime, timedelta, timezone, tzinfo
 from typing import Any
 
 import click
-from dateutil.parser import isoparse
 from kombu.utils import json
 
 _GAP = "  "
@@ -144,7 +143,12 @@ class Output:
         """Return a text whose moments, in UTC, are by the clocks of the zone for people."""
         if not self.is_terminal:
             return text
-        return _MOMENT.sub(lambda found: local(isoparse(found[0]), self._zone) or "", text)
+
+        def by_clock(found: re.Match[str]) -> str:
+            moment = datetime.fromisoformat(found[0].replace("Z", "+00:00"))
+            return local(moment, self._zone) or ""
+
+        return _MOMENT.sub(by_clock, text)
 
     def _print(self, text: str) -> None:
         try:
