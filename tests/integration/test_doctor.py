@@ -291,7 +291,7 @@ def test_broken_timers_and_dead_letters_are_told(service: Service) -> None:
     found = look(service)
     assert found["broken"].found == "1 timers do not run: odd (unknown serializer)"
     assert found["dead letters"].found == "1; of the newest: 1 broken"
-    assert "requeue_dead_letter" in found["dead letters"].advice
+    assert "dead list" in found["dead letters"].advice
 
 
 def test_a_definition_that_can_not_be_read_is_told_before_it_is_due(service: Service) -> None:

@@ -30,6 +30,8 @@ EVALUATES = {"eval", "exec", "compile", "__import__", "import_module", "symbol_b
 EXPECTED = {
     ("countdowns.py", "symbol_by_name"),  # of what the app's own configuration names
     ("connections.py", "eval"),  # Redis' EVAL, of a script of this package
+    ("__init__.py", "import_module"),  # of the package's own, by a table in it,
+    ("usage.py", "import_module"),  # as are its commands
 }
 
 
