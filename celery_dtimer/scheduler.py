@@ -136,11 +136,14 @@ class Loop:
         lease = self._membership.lease
         if lease is None or self._store_failures or self._broker_failures:
             return False
+        until = self._clock() + seconds
         try:
             return self._dispatcher.look_ahead(lease, seconds)
         except DistributedTimerError as exc:  # the next turn meets it too, if it lasts
             logger.debug("No look at what comes due soon: %s", exc)
             return False
+        finally:  # a call that took all of its time is followed by another one
+            self._waiting(max(0.0, until - self._clock()))
 
     def settle(self, lease: Lease) -> None:
         """Commit what was published and not committed yet."""

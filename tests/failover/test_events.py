@@ -36,6 +36,13 @@ def told() -> Iterator[Any]:
         threads.append(threading.Thread(target=receive))
         threads[-1].start()
         assert ready.wait(10)
+        with deployment.app.events.default_dispatcher() as dispatcher:
+
+            def hears() -> bool:  # Redis subscribes a consumer with its first look alone
+                dispatcher.send("test-hears")
+                return bool(found)
+
+            wait_until(hears, "the receiver to hear", 10)
         return found
 
     yield start
@@ -51,11 +58,12 @@ def test_a_failover_is_told_as_events(deploy: Deploy, prefix: str, told: Any) ->
     deployment.create(10, 0.5)
     deployment.wait_balanced()
     dead, other = (deployment.registered()[beat.pid] for beat in (first, second))
-    first.kill()
 
     def events(kind: str) -> list[dict[str, Any]]:
         return [event for event in found if event["type"] == f"dtimer-{kind}"]
 
+    wait_until(lambda: len(events("instance-joined")) == 2, "both to be told")
+    first.kill()
     (moved,) = wait_until(lambda: events("failover"), "the failover", 2 * TAKEOVER)
     assert {event["instance"] for event in events("instance-joined")} == {dead, other}
     (left,) = wait_until(lambda: events("instance-left"), "its end", 2)

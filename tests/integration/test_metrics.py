@@ -19,6 +19,7 @@ from celery import Celery
 from celery_dtimer import DistributedScheduler, DistributedTimer, SettingsError, metrics
 from celery_dtimer.errors import StoreUnavailableError
 from celery_dtimer.metrics import FAMILIES
+from celery_dtimer.model import UNASSIGNED
 from celery_dtimer.settings import Settings
 from celery_dtimer.sharding import Shards
 from celery_dtimer.store import Store
@@ -83,6 +84,10 @@ def test_what_a_service_has_is_told(make_app: MakeApp, start_timers: StartTimers
     timers.pause_timer("timer-0")
     timers.stop_timer("timer-1")
     timers.stop_timer("timer-2")
+    wait_until(
+        lambda: timers.get_service_instances() and not timers.pending_count(UNASSIGNED),
+        "the instance to have them",
+    )
     found = scraped(app)
     statuses = {"active": 3, "paused": 1, "stopped": 2, "broken": 0, "finished": 0}
     for status, count in statuses.items():

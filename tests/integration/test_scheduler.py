@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -434,6 +435,26 @@ def test_a_look_ahead_that_fails_stops_nothing(
     wait_until(lambda: len(failures) >= 2, "looks")
     timers.create_timer("b", datetime.now(timezone.utc), "record")
     wait_until(lambda: len(reader.ledger) == 1, "the run")
+
+
+def test_a_look_ahead_that_takes_its_time_leaves_all_of_its_own_to_the_next_call() -> None:
+    """Two calls to a frozen Redis, one after the other, are no loop that hangs."""
+    now, waits = [100.0], []
+
+    def look_ahead(*_: Any) -> bool:
+        now[0] += 0.5
+        raise StoreUnavailableError("no answer in time")
+
+    loop = Loop(
+        SimpleNamespace(look_ahead=look_ahead),
+        SimpleNamespace(lease=object(), report_progress=waits.append),
+        SimpleNamespace(),
+        longest_wait=1.0,
+        clock=lambda: now[0],
+    )
+    assert not loop.look_ahead(0.75)
+    assert not loop.look_ahead(0.25)
+    assert waits == [0.25, 0.0]
 
 
 def test_without_redis_it_waits_and_closes_in_time(
