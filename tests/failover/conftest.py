@@ -18,12 +18,12 @@ from tests.servers import RedisServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in this folder; of several processes one runs it all, a test at a time."""
+    """Mark what lies in this folder; of several processes one runs all of a file."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker("failover")
-            item.add_marker(pytest.mark.xdist_group("failover"))
+            item.add_marker(pytest.mark.xdist_group(f"failover {item.path.stem}"))
 
 
 @pytest.fixture
