@@ -34,7 +34,7 @@ from celery_dtimer.errors import (
 )
 from celery_dtimer.faults import point
 from celery_dtimer.journeys import Journeys
-from celery_dtimer.metering import CommitMeter
+from celery_dtimer.metering import UNMETERED, CommitMeter
 from celery_dtimer.meters import Meters
 from celery_dtimer.model import (
     Definition,
@@ -220,7 +220,7 @@ class Dispatcher:
             on_progress: called after every batch and commit.
             on_commit: is told the epoch and the number of each commit that is confirmed, and
                 whether it has reached too few replicas.
-            meters: count what is sent, and what is not.
+            meters: count what is sent, and what is not; None when nobody reads them.
             clock: monotonic seconds.
         """
         self._store = store
@@ -236,8 +236,7 @@ class Dispatcher:
         self._definitions = Definitions(store, bound, allowed)
         self._overlaps = Overlaps(store, broker.revoke, clock)
         self._announcer = Announcer(store.settings.service)
-        self._meters = meters or Meters()
-        self._commit_meter = CommitMeter(self._meters, clock)
+        self._commit_meter = UNMETERED if meters is None else CommitMeter(meters, clock)
         self._journeys = Journeys(store)
         self._max_refusals = store.settings.max_refusals
         self._epoch, self._sequence = 0, 1  # of the next commit
@@ -545,7 +544,7 @@ class Dispatcher:
     def _refused(self, planned: Settlement, why: str) -> Settlement:
         """Return what becomes of a run that the broker has refused: it is tried again, for long."""
         timer = planned.timer
-        self._meters.count("refused_messages")
+        self._commit_meter.refused()
         if timer.refusals < self._max_refusals:
             return refused(timer)
         logger.error("Timer %s: a run was refused %s times: %s", timer.id, timer.refusals, why)

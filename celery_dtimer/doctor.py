@@ -32,7 +32,6 @@ from celery_dtimer.model import (
     Timer,
     TimerState,
     decode_definition,
-    to_ms,
 )
 from celery_dtimer.precautions import PARAMETERS, risks
 from celery_dtimer.publisher import Publisher
@@ -197,7 +196,7 @@ def _instances(store: Store, instances: Sequence[Instance]) -> Iterator[Finding]
             yield Finding("instances", "ok", "no beat runs, and no timer waits")
         return
     now_ms, timeout = store.now_ms(), store.settings.instance_timeout
-    ages = {each.id: (now_ms - to_ms(each.heartbeat_at)) / 1000 for each in instances}
+    ages = {each.id: each.silence_ms(now_ms) / 1000 for each in instances}
     silent = [f"{id} for {age:.0f} s" for id, age in ages.items() if age > timeout]
     if silent:
         advice = "if they are stopped on purpose, wait; else look at their logs"
@@ -333,7 +332,7 @@ def _why_overdue(state: TimerState, timer: Timer, situation: _Situation) -> str 
     owner = situation.instances.get(state.owner)
     if owner is None:
         return "no beat has them"
-    if now_ms - to_ms(owner.heartbeat_at) > situation.timeout_ms:
+    if owner.silence_ms(now_ms) > situation.timeout_ms:
         return "their beat is silent, and others take them over"
     if owner.broker == "down":
         return "their beat does not reach the broker"

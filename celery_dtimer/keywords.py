@@ -69,11 +69,7 @@ def define(
     rules = policy.parse_policy(keywords, zone, current.policy if current else policy.PLAIN)
     rule = _rule(schedule, keywords, current, default_zone, rules.start_ms, is_code=is_code)
     policy.check_policy(rules, rule)
-    if task in CANVAS_KINDS:
-        _check_canvas(rules)
-    _check_retries(app, task, options)
-    if rules.is_held:
-        _check_held(app, rules, options)
+    _check_sending(app, task, rules, options)
     is_named = (
         keywords.get("timezone") is not None
         or own_zone is not None
@@ -107,12 +103,19 @@ def check(app: Celery, definition: Definition) -> None:
     policy.check_policy(rules, definition.schedule)
     if not task:
         raise invalid("task", task, "the name of a Celery task")
+    _check_sending(app, task, rules, options)
+    check_options(options, "UTC")
+
+
+def _check_sending(
+    app: Celery, task: str, rules: policy.Policy, options: Mapping[str, Any]
+) -> None:
+    """Refuse what a task and its options can not have together with a policy."""
     if task in CANVAS_KINDS:
         _check_canvas(rules)
     _check_retries(app, task, options)
     if rules.is_held:
         _check_held(app, rules, options)
-    check_options(options, "UTC")
 
 
 def _check_canvas(rules: policy.Policy) -> None:

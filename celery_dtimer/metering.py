@@ -48,6 +48,10 @@ class CommitMeter:
             if run.definition.policy.jitter_ms:
                 self._jitter_ms[run.identity] = jitter_of(run.definition, run.scheduled_ms)
 
+    def refused(self) -> None:
+        """Count a message that the broker has refused."""
+        self._meters.count("refused_messages")
+
     def forget(self) -> None:
         """Forget what was prepared: it was not committed."""
         self._jitter_ms.clear()
@@ -86,3 +90,25 @@ class CommitMeter:
         now_ms = self._server_ms + (self._clock() - self._heard) * 1000
         lags = [(now_ms - moment_ms) / 1000 for moment_ms in moments_ms]
         return lags if min(lags, default=0.0) >= 0 else [max(0.0, lag) for lag in lags]
+
+
+class Unmetered:
+    """What stands for a `CommitMeter` where nobody reads the meters: it costs no time."""
+
+    def hear(self, turn: Turn) -> None:
+        """Do nothing."""
+
+    def prepared(self, runs: Sequence[Run]) -> None:
+        """Do nothing."""
+
+    def refused(self) -> None:
+        """Do nothing."""
+
+    def forget(self) -> None:
+        """Do nothing."""
+
+    def committed(self, batch: Sequence[Settlement], committed: Committed) -> None:
+        """Do nothing."""
+
+
+UNMETERED = Unmetered()

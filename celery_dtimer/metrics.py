@@ -133,7 +133,7 @@ class _Stored:
     standings: Sequence[Standing]
     set_aside: Mapping[str, int] | None  #: by status; None before they were counted
     instances: Sequence[Instance]
-    heard_after_ms: float  #: those whose last heartbeat was before are silent
+    states: Mapping[str, int]  #: how many of them are in each
     counters: Mapping[str, int]
 
 
@@ -190,9 +190,10 @@ class _ServiceReader:
         stores = shards.stores
         standings = [store.standing(self._lag_ms) for store in stores]
         instances, counters = shards.instances(), shards.counters()
-        heard_after_ms = stores[0].now_ms() - self._timeout_ms
+        now_ms = stores[0].now_ms()
+        states = Counter(_state(each, now_ms, self._timeout_ms) for each in instances)
         set_aside = self._set_aside.read(stores)
-        return _Stored(standings, set_aside, instances, heard_after_ms, counters)
+        return _Stored(standings, set_aside, instances, states, counters)
 
     def close(self) -> None:
         """Drop all connections."""
@@ -294,9 +295,8 @@ def _add_service(families: _Families, service: str, stored: _Stored) -> None:
     add("timers_overdue", sum(each.overdue for each in standings))
     add("most_overdue_seconds", max(each.most_overdue_ms for each in standings) / 1000)
     add("timers_unassigned", sum(each.unassigned for each in standings))
-    states = Counter(_state(instance, stored.heard_after_ms) for instance in stored.instances)
     for state in ("live", "leaving", "silent"):
-        add("instances", states[state], state)
+        add("instances", stored.states.get(state, 0), state)
     add("instances_without_broker", sum(each.broker == "down" for each in stored.instances))
     add("dead_letters", sum(each.dead_letters for each in standings))
     add("runs_out", sum(each.runs_out for each in standings))
@@ -315,8 +315,8 @@ def _statuses(stored: _Stored) -> Iterator[tuple[str, int | None]]:
         yield status, None if stored.set_aside is None else stored.set_aside.get(status, 0)
 
 
-def _state(instance: Instance, heard_after_ms: float) -> str:
-    if instance.heartbeat_at.timestamp() * 1000 < heard_after_ms:
+def _state(instance: Instance, now_ms: int, timeout_ms: float) -> str:
+    if instance.silence_ms(now_ms) > timeout_ms:
         return "silent"
     return "leaving" if instance.status == "leaving" else "live"
 
@@ -555,10 +555,9 @@ os.register_at_fork(after_in_child=_process.forget)
 
 
 def serve(source: Source) -> Callable[[], None]:
-    """Tell of an instance by HTTP, where its settings say, if they do; return what ends that."""
+    """Tell of an instance by HTTP, where its settings say; return what ends that."""
     host, port = source.settings.metrics_host, source.settings.metrics_port
-    if port is None:
-        return lambda: None
+    assert port is not None  # noqa: S101 - only then there are meters to tell of
     with _process.lock:
         server = _process.servers.setdefault((host, port), _Server(host, port))
         server.add(source)

@@ -810,6 +810,10 @@ class Instance:
     clock_offset: float | None = None
     settings: str = field(default="", repr=False)  #: what all should agree on, as JSON
 
+    def silence_ms(self, now_ms: int) -> int:
+        """Return the milliseconds since its last heartbeat, at a moment of the server's clock."""
+        return now_ms - to_ms(self.heartbeat_at)
+
     @property
     def is_draining(self) -> bool:
         """Say whether it is given no more timers: see `DistributedTimer.drain_instance`."""

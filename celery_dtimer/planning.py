@@ -149,7 +149,7 @@ def given_up(
             return None
         return _skip(reason, definition, first_ms, now_ms)
     if due_ms is not None and due_ms == existing.last_sent_ms:  # it is out; those behind it are not
-        due_ms = _run_after(definition, due_ms, due_ms)
+        due_ms = run_after(definition, due_ms, due_ms)
     if due_ms is None or due_ms > now_ms:
         return None
     return _skip(reason, definition, due_ms, now_ms)
@@ -159,7 +159,7 @@ def giving_up(arming: Arming, skip: Skip | None, definition: Definition) -> Armi
     """Return an arming with the runs that are given up for it, by the definition that was."""
     if skip is None or skip.runs == 1:
         return arming._replace(skip=skip)
-    second_ms = _run_after(definition, skip.first_ms, skip.first_ms)
+    second_ms = run_after(definition, skip.first_ms, skip.first_ms)
     return arming._replace(skip=skip, second_ms=second_ms)
 
 
@@ -170,7 +170,7 @@ def _first_cut_off(
     max_runs, after_ms = new.policy.max_runs, new.last_ms
     if max_runs is not None and existing.runs + 1 >= max_runs:
         after_ms = due_ms
-    return None if after_ms is None else _run_after(old, max(after_ms, due_ms), due_ms)
+    return None if after_ms is None else run_after(old, max(after_ms, due_ms), due_ms)
 
 
 def _woken(existing: TimerState) -> Status:
@@ -243,8 +243,8 @@ def _start(definition: Definition, now_ms: int, status: Status = "active") -> Ar
 def _go_on(definition: Definition, last_run_ms: int, now_ms: int) -> Arming:
     """Start a timer that ran elsewhere before: in its cadence, and not for what is past."""
     if _is_single(definition):
-        return _armed(definition, _run_after(definition, last_run_ms, last_run_ms), "active")
-    due_ms = _run_after(definition, max(now_ms, last_run_ms), last_run_ms)
+        return _armed(definition, run_after(definition, last_run_ms, last_run_ms), "active")
+    due_ms = run_after(definition, max(now_ms, last_run_ms), last_run_ms)
     return _armed(definition, due_ms, "active")
 
 
@@ -274,11 +274,6 @@ def run_after(definition: Definition, moment_ms: int, anchor_ms: int) -> int | N
         moment_ms: the run comes after it.
         anchor_ms: the scheduled moment of any of its runs.
     """
-    return _run_after(definition, moment_ms, anchor_ms)
-
-
-def _run_after(definition: Definition, moment_ms: int, anchor_ms: int) -> int | None:
-    """Return the first run after a moment, None when the timer ends before."""
     start_ms = definition.policy.start_ms
     if start_ms is not None and moment_ms < start_ms - 1:
         moment_ms = start_ms - 1
@@ -359,7 +354,7 @@ def plan(
     elif policy.max_runs is not None and number >= policy.max_runs:
         following_ms = None
     else:
-        following_ms = _run_after(definition, due_ms, due_ms)
+        following_ms = run_after(definition, due_ms, due_ms)
     if following_ms is None or following_ms > moment_ms:
         return Plan(following_ms) if is_plain else _planned(definition, following_ms)
     if has_waited or (defaults.coalesce if policy.coalesce is None else policy.coalesce):
@@ -383,9 +378,9 @@ def refuse(settled: Skip | None, due_ms: int, reason: str) -> Skip:
 def _first_to_send(definition: Definition, due_ms: int, limit_ms: int) -> int | None:
     """Return the first run after a due one that is to be sent at a moment or later."""
     after_ms = max(due_ms, limit_ms - 1 - definition.policy.jitter_ms)
-    found_ms = _run_after(definition, after_ms, due_ms)
+    found_ms = run_after(definition, after_ms, due_ms)
     while found_ms is not None and found_ms + jitter_of(definition, found_ms) < limit_ms:
-        found_ms = _run_after(definition, found_ms, due_ms)
+        found_ms = run_after(definition, found_ms, due_ms)
     return found_ms
 
 
@@ -440,7 +435,7 @@ def _catch_up(
 def _last_begin(definition: Definition, due_ms: int, now_ms: int, count: int) -> int | None:
     """Return the first of so many runs that are the last until now, else the next one."""
     if count == 0:
-        return _run_after(definition, now_ms, due_ms)
+        return run_after(definition, now_ms, due_ms)
     until_ms = now_ms if definition.last_ms is None else min(now_ms, definition.last_ms)
     return definition.schedule.last_runs_begin(due_ms, until_ms, due_ms, count)
 
@@ -521,12 +516,12 @@ def upcoming(
     anchor_ms, next_ms = due_ms, due_ms if due_ms > after_ms else None
     if next_ms is None:
         runs += 1 + _count(definition, due_ms, after_ms, due_ms)
-        next_ms = _run_after(definition, after_ms, due_ms)
+        next_ms = run_after(definition, after_ms, due_ms)
     max_runs = definition.policy.max_runs
     while next_ms is not None and (max_runs is None or runs < max_runs):
         yield next_ms
         runs += 1
-        next_ms = _run_after(definition, next_ms, anchor_ms)
+        next_ms = run_after(definition, next_ms, anchor_ms)
 
 
 def number_of(definition: Definition, state: TimerState, run_ms: int) -> int:
@@ -579,7 +574,7 @@ def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
         return _planned(definition, due_ms)
     if due_ms is None:
         return _planned(definition, first_run(definition, now_ms))
-    next_ms = _run_after(definition, now_ms, due_ms)
+    next_ms = run_after(definition, now_ms, due_ms)
     if next_ms is None and _is_single(definition):
         return _planned(definition, first_run(definition, now_ms))
     return _planned(definition, next_ms, _skip(PAUSED, definition, due_ms, now_ms))
@@ -588,8 +583,8 @@ def resume(definition: Definition, state: TimerState, now_ms: int) -> Plan:
 def _resume_behind(definition: Definition, state: TimerState, sent_ms: int, now_ms: int) -> Plan:
     """Return how a timer goes on whose due run is out."""
     max_runs = definition.policy.max_runs
-    passed_ms = _run_after(definition, sent_ms, sent_ms)
-    next_ms = _run_after(definition, max(now_ms, sent_ms), sent_ms)
+    passed_ms = run_after(definition, sent_ms, sent_ms)
+    next_ms = run_after(definition, max(now_ms, sent_ms), sent_ms)
     is_last = max_runs is not None and state.runs + 1 >= max_runs
     if passed_ms is None or passed_ms > now_ms or next_ms is None or is_last:
         return Plan(sent_ms)

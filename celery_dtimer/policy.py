@@ -119,6 +119,13 @@ class Policy:
         bounds = (self.start_ms, self.end_ms, self.max_runs)
         return "" if bounds == (None, None, None) else " ".join(map(str, bounds))
 
+    def as_keywords(self) -> dict[str, Any]:
+        """Return what differs from the defaults, by the keywords that `parse_policy` takes.
+
+        Moments are in UTC, and times in seconds.
+        """
+        return {_keyword_of(name): _as_value(name, value) for name, value in self.encode().items()}
+
     def encode(self) -> dict[str, Any]:
         """Return the policy as JSON data, without what has its default, for `decode_policy`."""
         return {
@@ -224,15 +231,23 @@ def _refuse(policy: Policy, names: Iterable[str], accepted: str) -> None:
     for name in names:
         value = getattr(policy, name)
         if value != _DEFAULTS[name]:
-            keyword = _NUMBERS[name].keyword if name in _NUMBERS else name
-            raise invalid(keyword, _as_given(name, value), accepted)
+            raise invalid(_keyword_of(name), _as_given(name, value), accepted)
+
+
+def _keyword_of(name: str) -> str:
+    return _NUMBERS[name].keyword if name in _NUMBERS else name
+
+
+def _as_value(name: str, value: Any) -> Any:
+    if name in _MOMENTS:
+        return EPOCH + timedelta(milliseconds=value)
+    return value / 1000 if name in _TIMES else value
 
 
 def _as_given(name: str, value: Any) -> Any:
     """Return a value as a user would write it."""
-    if name in _MOMENTS:
-        return (EPOCH + timedelta(milliseconds=value)).isoformat()
-    return value / 1000 if name in _TIMES else value
+    given = _as_value(name, value)
+    return given.isoformat() if name in _MOMENTS else given
 
 
 def _shortest_gap(schedule: schedules.Schedule) -> int | None:

@@ -260,7 +260,7 @@ class Runtime:
             instance: the id of the instance.
             max_interval: bounds the seconds that the loop waits.
             shard: of the service, as it stands in keys.
-            meters: count what the instance does, in all shards.
+            meters: count what the instance does, in all shards; None when nobody reads them.
             on_layout: called when the service is found to be given other shards.
             on_failure: called when the loop has failed.
         """
@@ -272,8 +272,9 @@ class Runtime:
         self._woken = threading.Event()
         self._stopped = threading.Event()
         self._stopping = threading.Lock()
-        meters = meters or Meters()
-        new_store = partial(Store, settings, shard=shard, on_call=meters.observe_call)
+        new_store = partial(Store, settings, shard=shard)
+        if meters is not None:
+            new_store = partial(new_store, on_call=meters.observe_call)
         self.membership = Membership(new_store(), identity, on_lease=self._woken.set, meters=meters)
         self._store = new_store()
         self._listening_store = Store(settings, shard=shard)
@@ -429,7 +430,7 @@ class Runtimes:
     ) -> None:
         """Prepare; nothing is contacted before `start`. The arguments are those of `Runtime`."""
         self._settings = settings
-        self.meters: Meters = Meters()
+        self.meters = None if settings.metrics_port is None else Meters()
         self._new_runtime = partial(
             Runtime,
             app,
@@ -664,15 +665,13 @@ class DistributedScheduler(Scheduler):
             if self._owns_process:
                 _calm_garbage_collector()
                 _end_when_hung_up()
-            self._runtime.start()
-            self._end_metrics = metrics.serve(
-                metrics.Source(
-                    self.settings,
-                    self.instance,
-                    self._runtime.meters,
-                    lambda: runtime.memberships,
+            runtime.start()
+            if runtime.meters is not None:
+                self._end_metrics = metrics.serve(
+                    metrics.Source(
+                        self.settings, self.instance, runtime.meters, lambda: runtime.memberships
+                    )
                 )
-            )
 
     def close(self) -> None:
         """Hand the timers over and end; safe to be called again.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
 
-from celery_dtimer.model import Instance, to_datetime
+from celery_dtimer.model import Instance
 from celery_dtimer.settings import Settings
 from celery_dtimer.sharding import Shards
 from celery_dtimer.store import Layout, Store, decode_name
@@ -47,11 +46,11 @@ def _summary(settings: Settings, tags: set[str]) -> ServiceSummary:
     try:
         layout = shards.base.stored_layout() or _guessed(shards.base.keys.tag, tags)
         shards.take(layout)  # to read it here would decide it
-        now = to_datetime(shards.now_ms())
+        now_ms = shards.now_ms()
         return ServiceSummary(
             name=settings.service,
             shards=layout.shards,
-            instances=sum(_is_alive(each, now, settings) for each in shards.instances()),
+            instances=sum(_is_alive(each, now_ms, settings) for each in shards.instances()),
             active=shards.pending_count(),
             inactive=shards.inactive_count(),
             sent=shards.counters().get("sent", 0),
@@ -67,11 +66,11 @@ def _guessed(own: str, tags: set[str]) -> Layout:
     return Layout(count, 0, 0, (count,))
 
 
-def _is_alive(instance: Instance, now: datetime, settings: Settings) -> bool:
+def _is_alive(instance: Instance, now_ms: int, settings: Settings) -> bool:
     """Say whether an instance counts as alive, by its own timeout where it tells that."""
     try:
         seconds = float(json.loads(instance.settings)["dtimer_instance_timeout"])
     except (ValueError, TypeError, KeyError):
         seconds = settings.instance_timeout
-    is_heard = now - instance.heartbeat_at <= timedelta(seconds=seconds)
+    is_heard = instance.silence_ms(now_ms) <= seconds * 1000
     return is_heard and instance.status != "leaving"

@@ -139,8 +139,14 @@ class Settings:
             eta_threshold=_threshold(conf["dtimer_eta_threshold"]),
             wait_replicas=_whole("dtimer_wait_replicas", conf, 100),
             allowed_tasks=_task_names(conf["dtimer_allowed_tasks"]),
-            max_timers=_most_timers(conf["dtimer_max_timers"]),
-            metrics_port=_port(conf["dtimer_metrics_port"]),
+            max_timers=_whole_or_none(
+                *("dtimer_max_timers", conf, _MOST_TIMERS),
+                f"a whole number from 0 to {_MOST_TIMERS}",
+            ),
+            metrics_port=_whole_or_none(
+                *("dtimer_metrics_port", conf, _LAST_PORT),
+                f"a port from 1 to {_LAST_PORT}, 0 for any that is free",
+            ),
             metrics_host=conf["dtimer_metrics_host"],
             send_events=_bool("dtimer_send_events", conf),
         )
@@ -249,25 +255,11 @@ def _task_names(value: object) -> tuple[str, ...] | None:
     return tuple(map(str, names))
 
 
-def _most_timers(value: object) -> int | None:
-    name = "dtimer_max_timers"
-    if value is None:
-        return None
+def _whole_or_none(name: str, conf: Mapping[str, Any], most: int, accepted: str) -> int | None:
     try:
-        return _whole(name, {name: value}, _MOST_TIMERS)
+        return None if conf[name] is None else _whole(name, conf, most)
     except SettingsError:
-        raise _bad(name, value, f"a whole number from 0 to {_MOST_TIMERS}, or None") from None
-
-
-def _port(value: object) -> int | None:
-    name = "dtimer_metrics_port"
-    if value is None:
-        return None
-    try:
-        return _whole(name, {name: value}, _LAST_PORT)
-    except SettingsError:
-        accepted = f"a port from 1 to {_LAST_PORT}, 0 for any that is free, or None"
-        raise _bad(name, value, accepted) from None
+        raise _bad(name, conf[name], f"{accepted}, or None") from None
 
 
 def _threshold(value: object) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -16,6 +16,7 @@ from celery_dtimer.cli.usage import (
     AS_JSON,
     EXIT_STATUS,
     FOUND,
+    MOST_SUGGESTED,
     SERVICE,
     UNREACHABLE,
     WRONG,
@@ -114,9 +115,19 @@ def confirm(question: str) -> None:
         raise click.Abort from None
 
 
-def unknown(exc: Exception, name: str, known: Iterable[str]) -> Failure:
-    """Return the failure for a name that nothing has, with the known ones that are alike."""
-    return Failure(str(exc), WRONG, kind=type(exc).__name__, suggestions=close_to(name, known))
+def unknown(
+    exc: Exception, name: str, known: Iterable[str], *, otherwise: Sequence[str] = ()
+) -> Failure:
+    """Return the failure for a name that nothing has, with the known ones that are alike.
+
+    Args:
+        exc: says so.
+        name: the wrong one.
+        known: the right ones.
+        otherwise: suggested where none is alike.
+    """
+    close = close_to(name, known) or otherwise[:MOST_SUGGESTED]
+    return Failure(str(exc), WRONG, kind=type(exc).__name__, suggestions=close)
 
 
 def pass_session(function: Function) -> Callable[..., Any]:

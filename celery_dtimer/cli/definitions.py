@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from celery_dtimer.cli.commands import Session
+from celery_dtimer.cli.commands import Session, unknown
 from celery_dtimer.cli.parameters import (
     ASSIGNMENT,
     DURATION,
@@ -15,7 +15,6 @@ from celery_dtimer.cli.parameters import (
     JSON_OBJECT,
     MOMENT,
 )
-from celery_dtimer.cli.usage import WRONG, Failure, close_to
 from celery_dtimer.errors import InvalidTimerError, shown
 from celery_dtimer.keywords import KEYWORDS
 from celery_dtimer.model import Timer
@@ -94,7 +93,8 @@ def keywords_of(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     keywords = {name: value for name, value in given.items() if value is not None}
     keywords |= dict(keywords.pop("options"))
     if keywords.pop("unregistered", False) is False and "callback" in keywords:
-        _check_known(session, keywords["callback"])
+        more = "; with --unregistered it is taken all the same"
+        check_task(session, keywords["callback"], more)
     schedules = {name: keywords.pop(name) for name in _SCHEDULES if name in keywords}
     if len(schedules) > 1:
         given_names = " and ".join(f"--{name}" for name in schedules)
@@ -104,26 +104,20 @@ def keywords_of(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
     return keywords
 
 
-def _check_known(session: Session, task: str) -> None:
-    """Refuse a task, or the short name of a callback, that the app does not know."""
-    if not is_known_task(session, task):
-        more = "; with --unregistered it is taken all the same"
-        raise unknown_task(session, task, more)
+def check_task(session: Session, task: str, more: str = "") -> None:
+    """Refuse a task, or the short name of a callback, that the app does not know.
 
-
-def is_known_task(session: Session, task: str) -> bool:
-    """Say whether this is the name of a task of the app, or of a callback."""
-    return task in CANVAS_KINDS or task in _tasks(session)
-
-
-def unknown_task(session: Session, task: str, more: str = "") -> Failure:
-    """Return the failure for a task that the app does not know, with those that are alike."""
+    Raises:
+        Failure: with those that are alike, and what more is to be said.
+    """
+    known = _tasks(session)
+    if task in CANVAS_KINDS or task in known:
+        return
+    names = [name for name in known if not name.startswith("celery.")]
+    # It may be the last part of one that is meant.
+    parts = [name for name in names if name.rpartition(".")[2] == task.rpartition(".")[2]]
     message = f"this app knows no task {shown(task)}{more}"
-    names = [name for name in _tasks(session) if not name.startswith("celery.")]
-    close = close_to(task, names)
-    if not close:  # it may be the last part of one
-        close = [name for name in names if name.rpartition(".")[2] == task.rpartition(".")[2]][:3]
-    return Failure(message, WRONG, kind=InvalidTimerError.__name__, suggestions=close)
+    raise unknown(InvalidTimerError(message), task, names, otherwise=parts)
 
 
 def _tasks(session: Session) -> set[str]:
@@ -141,5 +135,4 @@ def check_unset(timer: Timer, names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             message = f"--unset {shown(name)}: the timer has no such thing"
-            kind = InvalidTimerError.__name__
-            raise Failure(message, WRONG, kind=kind, suggestions=close_to(name, known))
+            raise unknown(InvalidTimerError(message), name, known)

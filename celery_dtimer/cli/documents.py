@@ -9,15 +9,20 @@ from typing import Any
 
 from celery_dtimer.cli.output import iso
 from celery_dtimer.countdowns import PendingTask
-from celery_dtimer.model import Instance, Timer, to_datetime
+from celery_dtimer.model import Instance, Timer
 from celery_dtimer.runs import DeadLetter
 
 
 def plain(value: Any) -> dict[str, Any]:
     """Return the fields of a value by name, moments as ISO 8601 in UTC."""
     assert is_dataclass(value)  # noqa: S101 - all that the API returns are
-    found = ((field.name, getattr(value, field.name)) for field in fields(value))
-    return {name: iso(each) if isinstance(each, datetime) else each for name, each in found}
+    return _written({field.name: getattr(value, field.name) for field in fields(value)})
+
+
+def _written(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: iso(each) if isinstance(each, datetime) else each for name, each in values.items()
+    }
 
 
 def timer_document(timer: Timer) -> dict[str, Any]:
@@ -55,17 +60,7 @@ def whole_timer_document(timer: Timer) -> dict[str, Any]:
 
 def policy_document(timer: Timer) -> dict[str, Any]:
     """Return what a timer's policy says beside the defaults, by the keywords of `create_timer`."""
-    stored = timer.policy.encode()
-    named = {"start_ms": "start_at", "end_ms": "end_at"}
-    lengths = {"jitter_ms": "jitter", "grace_ms": "misfire_grace_time"}
-    return {
-        named.get(name) or lengths.get(name) or name: iso(to_datetime(value))
-        if name in named
-        else value / 1000
-        if name in lengths
-        else value
-        for name, value in stored.items()
-    }
+    return _written(timer.policy.as_keywords())
 
 
 def instance_document(instance: Instance, age: float) -> dict[str, Any]:
@@ -84,8 +79,3 @@ def call_document(call: PendingTask | DeadLetter, *, arguments: bool) -> dict[st
         for name in ("args", "kwargs", "argsrepr", "kwargsrepr"):
             document.pop(name, None)
     return document
-
-
-def error_document(exc: Exception) -> Mapping[str, str]:
-    """Return what kind of error it is, and what it says."""
-    return {"type": type(exc).__name__, "message": str(exc)}

@@ -53,7 +53,14 @@ class Output:
 
     def document(self, content: Any) -> None:
         """Print a JSON document: the only one of a command."""
-        self._print(json.dumps(content, indent=2, ensure_ascii=True))
+        self.row(json.dumps(content, indent=2, ensure_ascii=True))
+
+    def result(self, document: Any, text: str) -> None:
+        """Print a result: a document for programs, a line for people."""
+        if self.as_json:
+            self.document(document)
+        else:
+            self.line(text)
 
     def note(self, text: str) -> None:
         """Tell people something beside the result."""
@@ -61,11 +68,7 @@ class Output:
 
     def line(self, text: str, *, lead: str = "") -> None:
         """Print a line of a result for people, behind a word in its color."""
-        self._print(self.colored(lead, lead.strip()) + visible(text))
-
-    def row(self, text: str) -> None:
-        """Print a line that is escaped already."""
-        self._print(text)
+        self.row(self.colored(lead, lead.strip()) + visible(text))
 
     def table(
         self,
@@ -86,10 +89,10 @@ class Output:
         if self.is_terminal:
             lines = self.aligned(heading, rows, optional=optional, whole=whole)
             for line in lines or ["none"]:
-                self._print(line)
+                self.row(line)
             return
         for row in rows:
-            self._print("\t".join(map(visible, row)))
+            self.row("\t".join(map(visible, row)))
 
     def aligned(
         self,
@@ -128,7 +131,7 @@ class Output:
         for name, value in told:
             title = f"{name}:".ljust(longest + 1) if self.is_terminal else name
             gap = " " if self.is_terminal else "\t"
-            self._print(f"{title}{gap}{self.colored(value)}")
+            self.row(f"{title}{gap}{self.colored(value)}")
 
     def colored(self, text: str, word: str | None = None) -> str:
         """Return a text in the color of a word, by default its own."""
@@ -150,7 +153,8 @@ class Output:
 
         return _MOMENT.sub(by_clock, text)
 
-    def _print(self, text: str) -> None:
+    def row(self, text: str) -> None:
+        """Print a line that is escaped already."""
         try:
             click.echo(text)
         except BrokenPipeError:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import click
 
 from celery_dtimer.auditing import TimerAudit
 from celery_dtimer.cli.commands import Command, Session, confirm, pass_session, reference, unknown
-from celery_dtimer.cli.definitions import is_known_task, unknown_task
-from celery_dtimer.cli.documents import call_document, error_document, plain
+from celery_dtimer.cli.definitions import check_task
+from celery_dtimer.cli.documents import call_document, plain
 from celery_dtimer.cli.output import span
 from celery_dtimer.cli.parameters import (
     JSON_LIST,
@@ -20,8 +21,9 @@ from celery_dtimer.cli.parameters import (
     complete_letters,
     complete_timers,
 )
+from celery_dtimer.cli.results import attempt, tell_results
 from celery_dtimer.cli.usage import FOUND, Group
-from celery_dtimer.errors import DistributedTimerError, TimerNotFoundError, shown
+from celery_dtimer.errors import TimerNotFoundError, shown
 from celery_dtimer.runs import STATES, RunRecord
 
 _AUDITED = timedelta(hours=24)
@@ -128,26 +130,11 @@ def dead_requeue(session: Session, letters: Sequence[str], takes_all: bool) -> N
         if letter not in known:
             missing = TimerNotFoundError(f"no dead letter has the id {shown(letter)}")
             raise unknown(missing, letter, known)
-    results = [_requeued(session, letter) for letter in letters or known]
-    if session.output.as_json:
-        session.output.document(results)
-    for result in results:
-        if not result["done"]:
-            session.output.note(f"Error: {result['error']['message']}")
-        elif not session.output.as_json:
-            session.output.line(f"requeued {result['id']}")
-    if not all(result["done"] for result in results):
-        raise click.exceptions.Exit(FOUND)
-
-
-def _requeued(session: Session, letter: str) -> dict[str, Any]:
-    try:
-        session.timers.requeue_dead_letter(letter)
-    except DistributedTimerError as exc:
-        if not isinstance(exc, (ValueError, LookupError)):
-            raise
-        return {"id": letter, "done": False, "error": error_document(exc)}
-    return {"id": letter, "done": True}
+    results = [
+        attempt({"id": letter}, partial(session.timers.requeue_dead_letter, letter))
+        for letter in letters or known
+    ]
+    tell_results(session.output, results, lambda result: f"requeued {result['id']}")
 
 
 @click.command("purge", cls=Command)
@@ -160,10 +147,7 @@ def dead_purge(session: Session, before: datetime | None, yes: bool) -> None:
         which = "all dead letters" if before is None else f"dead letters written until {before}"
         confirm(f"Remove {which}?")
     removed = session.timers.purge_dead_letters(before)
-    if session.output.as_json:
-        session.output.document({"removed": removed})
-    else:
-        session.output.line(f"{removed} removed")
+    session.output.result({"removed": removed}, f"{removed} removed")
 
 
 # ------------------------------------------------------------------ durable countdowns
@@ -183,8 +167,8 @@ def dead_purge(session: Session, before: datetime | None, yes: bool) -> None:
 def pending(session: Session, arguments: bool, **filters: Any) -> None:
     """List the calls with countdown or eta that wait in Redis, by their time."""
     found = session.timers.get_pending(**filters)
-    if not found and filters["task"] and not is_known_task(session, filters["task"]):
-        raise unknown_task(session, filters["task"])
+    if not found and filters["task"]:
+        check_task(session, filters["task"])
     if session.output.as_json:
         session.output.document([call_document(call, arguments=arguments) for call in found])
         return
@@ -209,15 +193,12 @@ def pending(session: Session, arguments: bool, **filters: Any) -> None:
 def cancel(session: Session, task_ids: Sequence[str]) -> None:
     """Cancel calls with countdown or eta that wait in Redis."""
     results = [{"task_id": id, "done": session.timers.cancel(id)} for id in task_ids]
-    if session.output.as_json:
-        session.output.document(results)
-    for result in results:
-        if not result["done"]:
-            session.output.note(f"Error: no pending call has the task id {result['task_id']!r}")
-        elif not session.output.as_json:
-            session.output.line(f"cancelled {result['task_id']}")
-    if not all(result["done"] for result in results):
-        raise click.exceptions.Exit(FOUND)
+    tell_results(
+        session.output,
+        results,
+        lambda result: f"cancelled {result['task_id']}",
+        lambda result: f"no pending call has the task id {result['task_id']!r}",
+    )
 
 
 # ------------------------------------------------------------------ the audit

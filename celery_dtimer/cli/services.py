@@ -14,14 +14,14 @@ from celery_dtimer.cli.progress import Progress
 from celery_dtimer.cli.usage import FOUND, UNREACHABLE
 from celery_dtimer.doctor import Finding
 from celery_dtimer.membership import local_host
-from celery_dtimer.model import Instance, to_ms
+from celery_dtimer.model import Instance
 
 
 def instances_with_age(session: Session) -> list[tuple[Instance, float]]:
     """Return the registered instances, with the seconds since each was heard, by Redis' clock."""
     found = session.timers.get_service_instances()
     now_ms = session.timers.store.now_ms()
-    return [(each, (now_ms - to_ms(each.heartbeat_at)) / 1000) for each in found]
+    return [(each, each.silence_ms(now_ms) / 1000) for each in found]
 
 
 def state_of(session: Session, instance: Instance, age: float) -> str:
@@ -124,20 +124,12 @@ def health(session: Session, instance: str | None) -> None:
     states = {each.id: state_of(session, each, age) for each, age in chosen}
     is_alive = any(state not in ("silent", "leaving") for state in states.values())
     what = f"instance {instance}" if instance is not None else f"host {host}"
-    if session.output.as_json:
-        session.output.document(
-            {
-                "healthy": is_alive,
-                "host": host,
-                "instances": [
-                    {**instance_document(each, age), "state": states[each.id]}
-                    for each, age in chosen
-                ],
-            }
-        )
-    else:
-        told = ", ".join(f"{id} {state}" for id, state in states.items()) or "no instance"
-        session.output.line(f"{'ok' if is_alive else 'not alive'}: {what}: {told}")
+    documents = [{**instance_document(each, age), "state": states[each.id]} for each, age in chosen]
+    told = ", ".join(f"{id} {state}" for id, state in states.items()) or "no instance"
+    session.output.result(
+        {"healthy": is_alive, "host": host, "instances": documents},
+        f"{'ok' if is_alive else 'not alive'}: {what}: {told}",
+    )
     if not is_alive:
         raise click.exceptions.Exit(FOUND)
 
@@ -181,10 +173,7 @@ def drain(session: Session, instance: str, undo: bool) -> None:
             moved = session.timers.drain_instance(found.id, on_progress)
         document = {"instance": found.id, "moved": moved}
         text = f"is draining: {moved} timers handed over"
-    if session.output.as_json:
-        session.output.document(document)
-    else:
-        session.output.line(f"{found.id} {text}")
+    session.output.result(document, f"{found.id} {text}")
 
 
 @click.command(cls=Command)
@@ -192,10 +181,7 @@ def drain(session: Session, instance: str, undo: bool) -> None:
 def rebalance(session: Session) -> None:
     """Give every live instance its share of the timers now."""
     moved = session.timers.rebalance()
-    if session.output.as_json:
-        session.output.document({"moved": moved})
-    else:
-        session.output.line(f"{moved} timers moved")
+    session.output.result({"moved": moved}, f"{moved} timers moved")
 
 
 @click.command(cls=Command)
@@ -209,7 +195,7 @@ def reshard(session: Session, shards: int) -> None:
     total = session.timers.pending_count()
     with Progress("moved", total) as on_progress:
         moved = session.timers.reshard(shards, on_progress)
-    if session.output.as_json:
-        session.output.document({"shards": shards, "moved": moved})
-    else:
-        session.output.line(f"{moved} timers moved; now set dtimer_shards = {shards}")
+    session.output.result(
+        {"shards": shards, "moved": moved},
+        f"{moved} timers moved; now set dtimer_shards = {shards}",
+    )

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 
 import click
 
 from celery_dtimer.cli.commands import Command, Session, confirm, pass_session, reference
-from celery_dtimer.cli.definitions import (
-    check_unset,
-    definition_options,
-    is_known_task,
-    keywords_of,
-    unknown_task,
-)
+from celery_dtimer.cli.definitions import check_task, check_unset, definition_options, keywords_of
 from celery_dtimer.cli.documents import (
-    error_document,
     policy_document,
     timer_document,
     whole_timer_document,
@@ -28,8 +22,8 @@ from celery_dtimer.cli.parameters import (
     complete_instances,
     complete_timers,
 )
-from celery_dtimer.cli.usage import FOUND, Failure
-from celery_dtimer.errors import InvalidTimerError, TimerNotFoundError, shown
+from celery_dtimer.cli.results import attempt, tell_results
+from celery_dtimer.errors import TimerNotFoundError, shown
 from celery_dtimer.model import Timer
 from celery_dtimer.zones import zone_of
 
@@ -83,8 +77,8 @@ def list_(
     else:
         found = sorted(session.timers.get_timers(instance=instance, **filters), key=_SORTS[sort])
         found = found[offset : None if limit is None else offset + limit]
-    if not found and filters["task"] and not is_known_task(session, filters["task"]):
-        raise unknown_task(session, filters["task"])
+    if not found and filters["task"]:
+        check_task(session, filters["task"])
     if session.output.as_json:
         session.output.document(list(map(timer_document, found)))
     else:
@@ -100,13 +94,9 @@ def _list_table(session: Session, found: Sequence[Timer]) -> None:
     output.table(
         ["name", "status", "next run", "in", "runs", "skipped", "schedule", "task", "instance"],
         (
-            (
-                *_cells(output, timer)[:3],
-                from_now(timer.next_run_at, now),
-                *_cells(output, timer)[3:],
-                timer.instance,
-            )
+            (*cells[:3], from_now(timer.next_run_at, now), *cells[3:], timer.instance)
             for timer in found
+            for cells in [_cells(output, timer)]
         ),
         optional=("instance", "skipped", "runs", "next run", "task"),
         whole=("status", "in"),
@@ -255,11 +245,8 @@ def why(session: Session, timer: str, moment: datetime) -> None:
     """Say what became of a timer's run at a moment, or why there was none."""
     found = session.timer(timer)
     answer = session.timers.why(reference(found), moment)
-    if session.output.as_json:
-        told = {"timer_id": found.id, "name": found.name, "moment": _asked(session, moment)}
-        session.output.document({**told, "answer": answer})
-    else:
-        session.output.line(session.output.sentence(answer))
+    told = {"timer_id": found.id, "name": found.name, "moment": _asked(session, moment)}
+    session.output.result({**told, "answer": answer}, session.output.sentence(answer))
 
 
 def _asked(session: Session, moment: datetime) -> str | None:
@@ -316,12 +303,10 @@ def update(
 
 
 def _changed(session: Session, timer: Timer, what: str) -> None:
-    if session.output.as_json:
-        session.output.document(whole_timer_document(timer))
-        return
     at = session.output.moment(timer.next_run_at)
-    following = f"; next run {at}" if at else f"; {timer.status}"
-    session.output.line(f"{shown(timer.name)} {what} ({timer.id}){following}")
+    following = f"next run {at}" if at else timer.status
+    text = f"{shown(timer.name)} {what} ({timer.id}); {following}"
+    session.output.result(whole_timer_document(timer), text)
 
 
 def _several(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,9 +328,7 @@ def _chosen(session: Session, names: Sequence[str], pattern: str | None) -> list
     if pattern is not None:
         matching = session.timers.get_timers(name=pattern)
         if not matching:
-            raise Failure(
-                f"no timer's name matches {shown(pattern)}", 2, kind=TimerNotFoundError.__name__
-            )
+            raise TimerNotFoundError(f"no timer's name matches {shown(pattern)}")
         found += matching
     return list({timer.id: timer for timer in found}.values())
 
@@ -368,25 +351,11 @@ def _apply(
     session: Session, timers: Sequence[Timer], verb: str, action: Callable[[str], None]
 ) -> None:
     """Do something to each timer; one that refuses stops no other."""
-    results: list[dict[str, Any]] = []
-    for timer in timers:
-        result: dict[str, Any] = {"id": timer.id, "name": timer.name, "done": True}
-        try:
-            action(reference(timer))
-        except (InvalidTimerError, TimerNotFoundError) as exc:
-            result |= {"done": False, "error": error_document(exc)}
-        results.append(result)
-    failed = [result for result in results if not result["done"]]
-    if session.output.as_json:
-        session.output.document(results)
-    for result in results if not session.output.as_json else failed:
-        error = result.get("error")
-        if error is not None:
-            session.output.note(f"Error: {error['message']}")
-        else:
-            session.output.line(f"{verb} {shown(result['name'])}")
-    if failed:
-        raise click.exceptions.Exit(FOUND)
+    results = [
+        attempt({"id": timer.id, "name": timer.name}, partial(action, reference(timer)))
+        for timer in timers
+    ]
+    tell_results(session.output, results, lambda result: f"{verb} {shown(result['name'])}")
 
 
 def _command(name: str, past: str, about: str, *, asks: bool = False) -> click.Command:

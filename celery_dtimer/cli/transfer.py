@@ -15,8 +15,7 @@ import click
 from celery_dtimer.cli.commands import Command, Session, pass_session
 from celery_dtimer.cli.documents import plain
 from celery_dtimer.cli.progress import Progress
-from celery_dtimer.cli.usage import WRONG, Failure
-from celery_dtimer.errors import shown
+from celery_dtimer.errors import InvalidTimerError, shown
 from celery_dtimer.transfer import ImportResult, OnConflict, dumps_row
 
 _STDIO = "-"
@@ -45,10 +44,10 @@ def export(session: Session, file: str, name: str | None, no_pending: bool) -> N
             for row in told:
                 session.output.row(dumps_row(row))
             return
-    if session.output.as_json:
-        session.output.document({"file": file, "exported": count - 1})
-    else:
-        session.output.line(f"{count - 1} timers and calls written to {file}")
+    exported = count - 1  # the first row is the header
+    session.output.result(
+        {"file": file, "exported": exported}, f"{exported} timers and calls written to {file}"
+    )
 
 
 def _counted(rows: Iterable[Any], on_progress: Any) -> Iterator[Any]:
@@ -111,8 +110,7 @@ def import_(session: Session, file: str, on_conflict: OnConflict) -> None:
                 lines, on_conflict=on_conflict, on_progress=on_progress
             )
     except UnicodeDecodeError as exc:
-        message = f"{shown(file)} is no export: {exc}"
-        raise Failure(message, WRONG, kind="InvalidTimerError") from exc
+        raise InvalidTimerError(f"{shown(file)} is no export: {exc}") from exc
     _say_result(session, result)
 
 
@@ -123,19 +121,12 @@ def _lines(file: str) -> list[str]:
 
 
 def _say_result(session: Session, result: ImportResult) -> None:
-    if session.output.as_json:
-        session.output.document(
-            {
-                "created": result.created,
-                "updated": result.updated,
-                "unchanged": result.unchanged,
-                "skipped": [plain(each) for each in result.skipped],
-            }
-        )
-        return
-    for each in result.skipped:
-        session.output.note(f"line {each.line}: {shown(each.name)} is left out: {each.reason}")
-    session.output.line(
+    skipped = [plain(each) for each in result.skipped]
+    if not session.output.as_json:
+        for each in result.skipped:
+            session.output.note(f"line {each.line}: {shown(each.name)} is left out: {each.reason}")
+    session.output.result(
+        {**plain(result), "skipped": skipped},
         f"{result.created} created, {result.updated} updated, {result.unchanged} unchanged, "
-        f"{len(result.skipped)} left out"
+        f"{len(skipped)} left out",
     )

@@ -22,6 +22,7 @@ FOUND, WRONG, UNREACHABLE = 1, 2, 3
 SERVICE = "celery_dtimer.service"  #: where the group leaves what --service says,
 AS_JSON = "celery_dtimer.as_json"  #: and --json
 
+MOST_SUGGESTED = 3  #: names that a message about a wrong one tells
 _LONGEST = 2000  # characters of a message
 
 EXIT_STATUS = """\b
@@ -68,7 +69,7 @@ def told(exc: click.ClickException, *, as_json: bool) -> click.ClickException:
 def close_to(wrong: str, known: Iterable[str]) -> list[str]:
     """Return the names that are most like a wrong one, the best first."""
     names = {name.casefold(): name for name in known}
-    found = difflib.get_close_matches(wrong.casefold(), names, 3, 0.6)
+    found = difflib.get_close_matches(wrong.casefold(), names, MOST_SUGGESTED, 0.6)
     return [names[name] for name in found]
 
 

@@ -114,13 +114,7 @@ for i, row in ipairs(rows) do
     answer[i] = 1
   end
 end
-if #definitions > 0 then
-  redis.call('MSET', unpack(definitions))
-end
-if #queued > 0 then
-  redis.call('ZADD', QUEUE, unpack(queued))
-end
-hand_out(owned)
+write_out(definitions, queued, owned)
 redis.call('ZREMRANGEBYSCORE', ARRIVALS, '-inf', whole(NOW - 600000))
 send_wake_ups()
 return answer

@@ -326,6 +326,17 @@ local function hand_out(given)
   end
 end
 
+-- Store what many timers have gathered: definitions by their keys, when they are looked at, and who has them.
+local function write_out(definitions, queued, owned)
+  if #definitions > 0 then
+    redis.call('MSET', unpack(definitions))
+  end
+  if #queued > 0 then
+    redis.call('ZADD', QUEUE, unpack(queued))
+  end
+  hand_out(owned)
+end
+
 -- Give an active timer to an instance.
 local function assign(id, at, owner)
   redis.call('ZADD', key('instance_timers', owner), at, id)

@@ -196,13 +196,7 @@ for place, timer in ipairs(timers) do
     add(answer, place - 1, found)
   end
 end
-if #definitions > 0 then
-  redis.call('MSET', unpack(definitions))
-end
-if #queued > 0 then
-  redis.call('ZADD', QUEUE, unpack(queued))
-end
-hand_out(owned)
+write_out(definitions, queued, owned)
 write_history('', kept_history)
 send_wake_ups()
 return answer

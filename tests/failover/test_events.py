@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,50 +9,24 @@ import pytest
 
 from tests.conftest import FreshRedis
 from tests.failover.deployment import TAKEOVER, Deploy, Deployment
+from tests.receiving import receiving
 from tests.waiting import wait_until
 
 
 @pytest.fixture
-def told() -> Iterator[Any]:
-    """Receive a deployment's events into a list."""
-    ended, threads = threading.Event(), []
-
-    def start(deployment: Deployment) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        ready = threading.Event()
-
-        def receive() -> None:
-            with deployment.app.connection_for_read() as connection:
-                receiver = deployment.app.events.Receiver(connection, handlers={"*": found.append})
-                with receiver.consumer_context() as (own, *_):
-                    ready.set()
-                    while not ended.is_set():
-                        try:
-                            own.drain_events(timeout=0.2)
-                        except TimeoutError:
-                            continue
-
-        threads.append(threading.Thread(target=receive))
-        threads[-1].start()
-        assert ready.wait(10)
-        with deployment.app.events.default_dispatcher() as dispatcher:
-
-            def hears() -> bool:  # Redis subscribes a consumer with its first look alone
-                dispatcher.send("test-hears")
-                return bool(found)
-
-            wait_until(hears, "the receiver to hear", 10)
-        return found
-
-    yield start
-    ended.set()
-    for thread in threads:
-        thread.join()
+def deployment(deploy: Deploy, prefix: str) -> Deployment:
+    """A service that sends events, by an exchange that no other test uses."""
+    return deploy(dtimer_send_events=True, event_exchange=f"{prefix}events")
 
 
-def test_a_failover_is_told_as_events(deploy: Deploy, prefix: str, told: Any) -> None:
-    deployment = deploy(dtimer_send_events=True, event_exchange=f"{prefix}events")
-    found = told(deployment)
+@pytest.fixture
+def found(deployment: Deployment) -> Iterator[list[dict[str, Any]]]:
+    """The deployment's events."""
+    with receiving(deployment.app) as events:
+        yield events
+
+
+def test_a_failover_is_told_as_events(deployment: Deployment, found: list[dict[str, Any]]) -> None:
     first, second = deployment.start_beats(2)
     deployment.create(10, 0.5)
     deployment.wait_balanced()

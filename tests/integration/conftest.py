@@ -12,6 +12,7 @@ from celery import Celery
 
 from celery_dtimer import DistributedTimer, consistency
 from celery_dtimer.dispatcher import Dispatcher, Pass
+from celery_dtimer.membership import Identity, Membership
 from celery_dtimer.meters import Meters
 from celery_dtimer.model import Definition, Lease, Run, TimerState, new_trigger_id
 from celery_dtimer.planning import Plan, Skip
@@ -24,6 +25,7 @@ from tests.servers import RedisServer
 
 StartTimers = Callable[[Celery], DistributedTimer]
 MakeService = Callable[..., "Service"]
+MakeMember = Callable[..., "Member"]
 
 START_MS = 1_750_000_000_000
 SECOND = 1000
@@ -342,3 +344,64 @@ def beat(service: Service, broker: Broker) -> Any:
     beat = Beat(service, broker)
     yield beat
     beat.store.close()
+
+
+class Member:
+    """A membership whose seconds pass with the service's clock, plus what is lost in its calls."""
+
+    def __init__(self, service: Service, instance: str, dispatch: str = "confirmed") -> None:
+        self.service, self.instance = service, instance
+        self.store = service.another_store()
+        self.news = 0
+        self.meters = Meters()
+        self.ahead = 0.0  #: seconds by which its host's clock is
+        identity = Identity(instance, "host", 1, "1.0", dispatch)
+        self.membership = Membership(
+            self.store,
+            identity,
+            clock=self.seconds,
+            wall_clock=lambda: service.clock.now_ms / 1000 + self.ahead,
+            on_lease=self._count_news,
+            meters=self.meters,
+        )
+
+    def seconds(self) -> float:
+        """Return a monotonic clock's seconds."""
+        return 500.0 + (self.service.clock.now_ms - START_MS) / 1000
+
+    def _count_news(self) -> None:
+        self.news += 1
+
+    @property
+    def lease(self) -> Lease:
+        """The lease, which must be valid."""
+        lease = self.membership.lease
+        assert lease is not None
+        return lease
+
+    def step(self, *, progress: bool = True) -> float:
+        """Step once, after a turn of the loop."""
+        if progress:
+            self.membership.report_progress()
+        return self.membership.step()
+
+    def live(self, seconds: float, *others: Member) -> None:
+        """Step as often as asked for, for so long; others step along."""
+        until = self.service.clock.now_ms + seconds * 1000
+        while self.service.clock.now_ms < until:
+            waits = [member.step() for member in (self, *others)]
+            self.service.clock.advance(max(min(*waits, 5.0), 0.1))
+
+
+@pytest.fixture
+def make_member(service: Service) -> Any:
+    """Make instances of the service."""
+    made: list[Member] = []
+
+    def make(instance: str) -> Member:
+        made.append(Member(service, instance))
+        return made[-1]
+
+    yield make
+    for member in made:
+        member.store.close()

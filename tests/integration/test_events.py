@@ -6,6 +6,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any
 
@@ -18,6 +19,8 @@ from celery.events.state import State
 from celery_dtimer import CallbackTimer, DistributedTimer, events, signals
 from celery_dtimer.settings import Settings
 from tests.conftest import FreshRedis, MakeApp, ReadQueue
+from tests.integration.conftest import StartTimers
+from tests.receiving import receiving
 from tests.waiting import wait_until
 
 MODES = ("atomic", "confirmed")
@@ -26,38 +29,9 @@ Capture = Callable[[Celery], list[dict[str, Any]]]
 
 @pytest.fixture
 def capture() -> Iterator[Capture]:
-    """Receive an app's events as a monitor does, into a list."""
-    ends: list[Callable[[], None]] = []
-
-    def start(app: Celery) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        ended, ready = threading.Event(), threading.Event()
-
-        def receive() -> None:
-            with app.connection_for_read() as connection:
-                receiver = app.events.Receiver(connection, handlers={"*": found.append})
-                with receiver.consumer_context() as (own, *_):
-                    ready.set()
-                    while not ended.is_set():
-                        try:
-                            own.drain_events(timeout=0.2)
-                        except TimeoutError:
-                            continue
-
-        thread = threading.Thread(target=receive)
-        thread.start()
-        assert ready.wait(10)
-
-        def end() -> None:
-            ended.set()
-            thread.join()
-
-        ends.append(end)
-        return found
-
-    yield start
-    for end in ends:
-        end()
+    """Receive an app's events into a list, until the test ends."""
+    with ExitStack() as stack:
+        yield lambda app: stack.enter_context(receiving(app))
 
 
 def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -107,31 +81,13 @@ def test_timers_tasks_are_sent_as_celery_says_it(
 # ------------------------------------------------------------------ our own
 
 
-@pytest.fixture
-def start_beat() -> Iterator[Callable[[Celery], DistributedTimer]]:
-    started: list[DistributedTimer] = []
-
-    def start(app: Celery) -> DistributedTimer:
-        timers = DistributedTimer(app)
-        timers.start()
-        started.append(timers)
-        return timers
-
-    yield start
-    for timers in started:
-        timers.stop()
-
-
-StartBeat = Callable[[Celery], DistributedTimer]
-
-
 def test_instances_that_join_and_leave(
-    make_app: MakeApp, prefix: str, capture: Capture, start_beat: StartBeat
+    make_app: MakeApp, prefix: str, capture: Capture, start_timers: StartTimers
 ) -> None:
     app = events_app(make_app, prefix, dtimer_send_events=True)
     found = capture(app)
     before = time.time()
-    timers = start_beat(app)
+    timers = start_timers(app)
     (joined,) = wait_until(lambda: of(found, "dtimer-instance-joined"), "the event", 10)
     (instance,) = timers.get_service_instances()
     timers.stop()
@@ -144,7 +100,7 @@ def test_instances_that_join_and_leave(
 
 
 def test_runs_that_are_skipped_or_fail(
-    make_app: MakeApp, prefix: str, capture: Capture, start_beat: StartBeat
+    make_app: MakeApp, prefix: str, capture: Capture, start_timers: StartTimers
 ) -> None:
     app = events_app(make_app, prefix, dtimer_send_events=True)
     found = capture(app)
@@ -179,7 +135,7 @@ def test_runs_that_are_skipped_or_fail(
 
 
 def test_a_worker_tells_what_fails_in_it(
-    make_app: MakeApp, prefix: str, capture: Capture, start_beat: StartBeat
+    make_app: MakeApp, prefix: str, capture: Capture, start_timers: StartTimers
 ) -> None:
     """The beat's own listener is the same one here, since both are in one process."""
     app = events_app(make_app, prefix, dtimer_send_events=True)
@@ -192,7 +148,7 @@ def test_a_worker_tells_what_fails_in_it(
 
     id = timers.create_timer("failing", datetime.now(timezone.utc), "fail", args=["a secret"])
     with start_worker(app, perform_ping_check=False, loglevel="CRITICAL"):
-        beat = start_beat(app)
+        beat = start_timers(app)
         (failed,) = wait_until(lambda: of(found, "dtimer-run-failed"), "the event", 15)
         beat.stop()
     assert (failed["timer_id"], failed["timer"], failed["task"]) == (id, "failing", fail.name)
@@ -204,11 +160,11 @@ def test_a_worker_tells_what_fails_in_it(
 
 
 def test_monitors_bear_events_that_they_do_not_know(
-    make_app: MakeApp, prefix: str, capture: Capture, start_beat: StartBeat
+    make_app: MakeApp, prefix: str, capture: Capture, start_timers: StartTimers
 ) -> None:
     app = events_app(make_app, prefix, dtimer_send_events=True)
     found = capture(app)
-    beat = start_beat(app)
+    beat = start_timers(app)
     wait_until(lambda: of(found, "dtimer-instance-joined"), "an event", 10)
     beat.stop()
     wait_until(lambda: of(found, "dtimer-instance-left"), "another", 10)
@@ -222,11 +178,11 @@ def test_monitors_bear_events_that_they_do_not_know(
 
 
 def test_nothing_is_told_by_default(
-    make_app: MakeApp, prefix: str, capture: Capture, start_beat: StartBeat
+    make_app: MakeApp, prefix: str, capture: Capture, start_timers: StartTimers
 ) -> None:
     app = events_app(make_app, prefix)
     found = capture(app)
-    beat = start_beat(app)
+    beat = start_timers(app)
     wait_until(beat.get_service_instances, "the beat", 10)
     beat.stop()
     with app.events.default_dispatcher() as dispatcher:

@@ -12,23 +12,8 @@ from celery_dtimer.planning import jitter_of
 from celery_dtimer.policy import Policy
 from celery_dtimer.publisher import BrokerDownError, RefusedError, UnsendableError
 from celery_dtimer.store import Store
-from tests.integration.conftest import START_MS, Beat, Broker, MakeService, Service
-from tests.integration.test_membership import Member
+from tests.integration.conftest import START_MS, Beat, Broker, MakeMember, MakeService, Service
 from tests.integration.test_overlaps import lose, start, step_at
-
-
-@pytest.fixture
-def make_member(service: Service) -> Any:
-    """Make instances of the service."""
-    made: list[Member] = []
-
-    def make(instance: str) -> Member:
-        made.append(Member(service, instance))
-        return made[-1]
-
-    yield make
-    for member in made:
-        member.store.close()
 
 
 def seen(spread: Spread) -> tuple[int, float]:
@@ -159,7 +144,7 @@ def test_what_changes_while_it_is_sent_is_a_conflict(
 
 
 def test_a_failover_lasts_from_the_last_heartbeat_until_all_timers_have_moved(
-    service: Service, make_member: Any
+    service: Service, make_member: MakeMember
 ) -> None:
     a, b = make_member("a"), make_member("b")
     a.step()
@@ -175,7 +160,7 @@ def test_a_failover_lasts_from_the_last_heartbeat_until_all_timers_have_moved(
     assert reading.count("failover_timers") == 2
 
 
-def test_an_epoch_that_is_over_is_counted_once_whoever_finds_out(make_member: Any) -> None:
+def test_an_epoch_that_is_over_is_counted_once_whoever_finds_out(make_member: MakeMember) -> None:
     member = make_member("a")
     member.step()
     old = member.lease.epoch
@@ -190,7 +175,7 @@ def test_an_epoch_that_is_over_is_counted_once_whoever_finds_out(make_member: An
     assert member.meters.reading().count("fenced") == 2
 
 
-def test_an_outage_of_the_broker_is_counted_once(make_member: Any) -> None:
+def test_an_outage_of_the_broker_is_counted_once(make_member: MakeMember) -> None:
     member = make_member("a")
     member.step()
     for is_up in (True, False, False, True, False):
@@ -198,7 +183,7 @@ def test_an_outage_of_the_broker_is_counted_once(make_member: Any) -> None:
     assert member.meters.reading().count("broker_outages") == 2
 
 
-def test_commits_that_reach_too_few_replicas_are_counted(make_member: Any) -> None:
+def test_commits_that_reach_too_few_replicas_are_counted(make_member: MakeMember) -> None:
     member = make_member("a")
     member.step()
     for sequence, is_short in enumerate((False, True, True), 1):
@@ -206,7 +191,7 @@ def test_commits_that_reach_too_few_replicas_are_counted(make_member: Any) -> No
     assert member.meters.reading().count("unreplicated_commits") == 2
 
 
-def test_what_redis_has_lost_is_counted(make_member: Any) -> None:
+def test_what_redis_has_lost_is_counted(make_member: MakeMember) -> None:
     member = make_member("a")
     member.step()
     service = member.service
@@ -220,7 +205,7 @@ def test_what_redis_has_lost_is_counted(make_member: Any) -> None:
 
 
 def test_a_lost_run_without_another_try_has_failed(
-    beat: Beat, broker: Broker, make_member: Any
+    beat: Beat, broker: Broker, make_member: MakeMember
 ) -> None:
     beat.service.add(every=10_000)
     step_at(beat, 10_000)
@@ -233,7 +218,7 @@ def test_a_lost_run_without_another_try_has_failed(
     assert member.meters.reading().count("failed", "lost") == 1
 
 
-def test_the_time_since_the_last_heartbeat(make_member: Any) -> None:
+def test_the_time_since_the_last_heartbeat(make_member: MakeMember) -> None:
     member = make_member("a")
     assert member.membership.silence is None
     member.step()

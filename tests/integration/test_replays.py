@@ -11,8 +11,7 @@ from celery_dtimer.dispatcher import StaleServerError
 from celery_dtimer.model import Instance, to_datetime
 from celery_dtimer.store import Replay
 from tests.conftest import delete_prefix
-from tests.integration.conftest import SECOND, START_MS, Beat, MakeService, Service
-from tests.integration.test_membership import Member
+from tests.integration.conftest import SECOND, START_MS, Beat, MakeService, Member, Service
 
 
 def the_instance(service: Service) -> Instance:

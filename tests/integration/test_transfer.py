@@ -500,15 +500,22 @@ def test_calls_that_wait_are_carried_unless_they_are_not_wanted(pair: Pair) -> N
     assert len(pair.other.get_pending()) == 1
 
 
+def keep_once(service: Service, kind: str) -> Definition:
+    """Store what runs once, in a second: a call, or a timer."""
+    if kind == "timer":
+        once = service.define("once", at_ms=START_MS + 1000)
+        service.store.save([once])
+    else:
+        once = a_call()
+        service.store.hold(once, delay_ms=1000)
+    return once
+
+
 @pytest.mark.parametrize("kind", ["call", "timer"])
 def test_what_runs_once_does_not_come_a_second_time(
     service: Service, other: Service, kind: str
 ) -> None:
-    once = service.define("once", at_ms=START_MS + 1000) if kind == "timer" else a_call()
-    if kind == "timer":
-        service.store.save([once])
-    else:
-        service.store.hold(once, delay_ms=1000)
+    once = keep_once(service, kind)
     assert carry(service, other).created == 1
     other.store.delete([once.id])
     result = carry(service, other)
@@ -522,11 +529,7 @@ def test_what_runs_once_does_not_come_a_second_time(
 def test_what_runs_once_does_not_come_back_where_it_was_exported(
     service: Service, kind: str
 ) -> None:
-    once = service.define("once", at_ms=START_MS + 1000) if kind == "timer" else a_call()
-    if kind == "timer":
-        service.store.save([once])
-    else:
-        service.store.hold(once, delay_ms=1000)
+    once = keep_once(service, kind)
     plain = service.add("plain")
     rows = list(export_timers(service.shards))
     service.store.delete([once.id, plain.id])
