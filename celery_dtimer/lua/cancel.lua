@@ -4,7 +4,7 @@
 -- Returns for each a code and its definition, "" when there is none. Codes:
 --   1 it is never sent, 2 its owner may be publishing it just now (with confirmed dispatch), 0 there is none, or it was sent:
 --   then nothing was written.
--- Worst case: O(countdowns of the call * log timers).
+-- Worst case: O(instances + countdowns of the call * log timers).
 
 check_types()
 local answer = {}

@@ -36,7 +36,7 @@
 -- A run that another schedule has left in_doubt, because it might be published just then, is counted as superseded by the next
 --   commit that moves its timer on, unless a commit has told meanwhile that it is out.
 -- A call with the number of the last one (its reply was lost) gets its codes, and changes nothing.
--- Worst case: O(timers of the call * log timers), and their messages.
+-- Worst case: O(instances + timers of the call * log timers), and their messages.
 
 check_types()
 local call = redis.call

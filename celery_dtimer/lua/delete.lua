@@ -2,7 +2,7 @@
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2..] timer ids
 -- Returns 1 for each timer that was there, 0 for one that was not.
--- Worst case: O(timers of the call and their triggers * log timers).
+-- Worst case: O(instances + timers of the call and their triggers * log timers).
 
 check_types()
 local answer = {}

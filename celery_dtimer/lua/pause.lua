@@ -2,7 +2,7 @@
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] timer id
 -- Returns 1 paused now, 2 was paused before, 0 no such timer, -3 stopped or broken: nothing to pause.
--- Worst case: O(log timers).
+-- Worst case: O(instances + log timers).
 
 check_types()
 local row = fields(key('timer', ARGV[2]), 'status', 'owner')

@@ -81,6 +81,10 @@ local NOW, MICROS = server_time()
 local function check_types()
   redis.call('ZCARD', QUEUE)
   redis.call('ZCARD', INACTIVE)
+  redis.call('ZCARD', key('instance_timers', UNASSIGNED))
+  for _, id in ipairs(redis.call('ZRANGE', INSTANCES, 0, -1)) do
+    redis.call('ZCARD', key('instance_timers', id))
+  end
 end
 
 -- Says whether a timer is a durable countdown: nothing is left of it, in the history neither, once it was sent.

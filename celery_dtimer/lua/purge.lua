@@ -2,7 +2,7 @@
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] limit
 -- Returns how many were removed.
--- Worst case: O(limit log timers).
+-- Worst case: O(instances + limit log timers).
 
 check_types()
 local ids = redis.call('ZRANGEBYSCORE', INACTIVE, '-inf', whole(NOW), 'LIMIT', 0, ARGV[2])

@@ -3,7 +3,7 @@
 -- KEYS[1] meta   KEYS[2] never
 -- ARGV[1] now or ""   ARGV[2] timer id
 -- Returns 1 stopped now, 2 was stopped before, 0 no such timer.
--- Worst case: O(log timers).
+-- Worst case: O(instances + log timers).
 
 check_types()
 local row = fields(key('timer', ARGV[2]), 'status', 'owner', 'reason')

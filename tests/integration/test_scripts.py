@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 
-from celery_dtimer.errors import FencedError, TooManyTimersError
+from celery_dtimer.errors import DamagedError, FencedError, TooManyTimersError
 from celery_dtimer.model import (
     LAST_MS,
     ONCE,
@@ -2466,6 +2466,37 @@ def test_commit_over_a_set_edited_by_hand_settles_all(service: Service, epoch: i
     assert service.commit("a", epoch, *runs) == [1] * 3
     assert not service.exists(trigger)
     assert service.due("a", epoch) == []
+    service.is_damaged = True
+
+
+TRANSITIONS: dict[str, Callable[[Service, Definition, DueTimer], object]] = {
+    "commit": lambda service, _, due: service.commit("a", service.epoch("a"), service.ran(due)),
+    "resume": lambda service, timer, _: service.resume(timer, START_MS + 50_000, 4),
+    "upsert": lambda service, _, due: service.add("other", every=99),
+    "trigger": lambda service, timer, _: service.trigger(timer),
+}
+
+
+@pytest.mark.parametrize("owner", ["a", UNASSIGNED])
+@pytest.mark.parametrize("transition", TRANSITIONS.values(), ids=TRANSITIONS.keys())
+def test_a_transition_while_timers_of_an_owner_are_of_another_type_writes_nothing(
+    service: Service, owner: str, transition: Callable[[Service, Definition, DueTimer], object]
+) -> None:
+    """An error half way would leave counts without their history, and nobody would write it."""
+    service.add("other")
+    service.join("a")
+    paused = service.add("paused")
+    service.add("due", at_ms=START_MS + 5000)
+    service.store.pause(paused.id)
+    service.clock.advance(5)
+    due = service.due_one("a", service.epoch("a"))
+    edited = service.keys("instance_timers", owner)
+    service.redis.delete(edited)
+    service.redis.set(edited, "no sorted set")
+    before = _stored(service)
+    with pytest.raises(DamagedError, match="WRONGTYPE"):
+        transition(service, paused, due)
+    assert _stored(service) == before
     service.is_damaged = True
 
 
