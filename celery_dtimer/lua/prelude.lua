@@ -418,9 +418,9 @@ local function end_waiting(timer)
   for _, id in ipairs(ids) do
     local row = fields(key('timer', id), 'status', 'owner', 'attempts')
     if row[1] == 'active' and row[2] and row[3] == 'waits' then
-      redis.call('HSET', key('timer', id), 'at', whole(NOW))
-      redis.call('ZADD', QUEUE, whole(NOW), id)
-      redis.call('ZADD', key('instance_timers', row[2]), whole(NOW), id)
+      redis.call('HSET', key('timer', id), 'at', whole(NOW)) -- by which lists that were edited are put right
+      redis.pcall('ZADD', QUEUE, whole(NOW), id)
+      redis.pcall('ZADD', key('instance_timers', row[2]), whole(NOW), id)
       wake(row[2])
     end
   end

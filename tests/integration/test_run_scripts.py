@@ -512,6 +512,20 @@ def test_run_ended_lets_triggers_that_wait_be_looked_at(
     assert service.state(timer.id).at_ms == START_MS + 3600 * SECOND, "it did not wait"
 
 
+@pytest.mark.parametrize("key", [("timer_queue",), ("instance_timers", "a")])
+def test_run_ended_lets_a_timer_be_looked_at_once_a_list_of_another_type_is_put_right(
+    service: Service, epoch: int, waiting: Definition, key: tuple[str, ...]
+) -> None:
+    """Half of it would be as good as nothing: this end of the run is told once."""
+    service.clock.advance(5)
+    service.redis.set(service.keys(*key), "no sorted set")
+    assert end(service, run_of(waiting))
+    assert service.store.mend()
+    service.store.scrub("a", epoch)
+    service.store.reap("a", epoch)  # what is at no owner goes to nobody first
+    assert is_at_once(service, waiting.id)
+
+
 @pytest.mark.parametrize("status", ["paused", "stopped"])
 def test_run_ended_leaves_a_timer_that_does_not_wait_any_more(
     service: Service, waiting: Definition, status: str
