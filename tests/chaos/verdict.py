@@ -18,7 +18,8 @@ from tests.chaos.oracle import Every, Once, Rule
 from tests.chaos.workload import Change, Planned, Request
 from tests.ledger import SentRun
 
-#: So long before the end of a timer its last runs may have been waiting for a fault to be mended.
+#: So long before the end of a timer its last runs may have been waiting for a fault to be mended,
+#: if that was not going on for longer.
 UNSENT_MS = 10_000
 
 _UNSEEN_MS = 1000  # by which a message that nobody could see may have been late
@@ -146,6 +147,12 @@ def judge(evidence: Evidence) -> Verdict:
     return verdict
 
 
+def _is_of_before(note: SkipNote, begin: Change) -> bool:
+    """Say whether a skipped run is one of the rule before: it tells nothing of the new one."""
+    is_superseded = begin.what == "rescheduled" and note.reason == "superseded"
+    return is_superseded and note.first_ms <= begin.until_ms
+
+
 class _TimerJudge:
     """Judges the runs of one timer."""
 
@@ -188,7 +195,8 @@ class _TimerJudge:
         assert rule is not None
         if isinstance(rule, Every) and rule.anchor_ms is None:
             until_ms = end.until_ms if end else self.evidence.ended_ms
-            for moment_ms in sorted({*self.sent, *(note.first_ms for note in self.skips)}):
+            skips = {note.first_ms for note in self.skips if not _is_of_before(note, begin)}
+            for moment_ms in sorted({*self.sent, *skips}):
                 if begin.from_ms < moment_ms <= until_ms and rule.may_start(
                     moment_ms, begin.from_ms, begin.until_ms
                 ):
@@ -282,7 +290,7 @@ class _TimerJudge:
             return span.end.until_ms + 1  # what was due by then is skipped as superseded
         if span.end is not None:
             done = [moment for moment in moments if moment in self.sent or moment in skipped]
-            waiting_ms = min(span.end.from_ms - UNSENT_MS, self._paused_from(span.end))
+            waiting_ms = min(self._waiting_from(span.end.from_ms), self._paused_from(span.end))
             return max(max(done, default=0) + 1, waiting_ms)
         return self._pending_now(span, moments)
 
@@ -290,7 +298,16 @@ class _TimerJudge:
         """Return when a timer was paused that was so when it ended: until then, nothing tells."""
         before = [change for change in self.timer.changes if change.until_ms <= end.from_ms]
         is_paused = bool(before) and before[-1].what == "paused"
-        return before[-1].from_ms - UNSENT_MS if is_paused else end.from_ms
+        return self._waiting_from(before[-1].from_ms) if is_paused else end.from_ms
+
+    def _waiting_from(self, moment_ms: int) -> int:
+        """Return since when runs may have been waiting for a fault to be mended."""
+        open_ms = [
+            window.from_ms
+            for window in self.evidence.windows
+            if window.from_ms <= moment_ms <= window.until_ms
+        ]
+        return min([moment_ms - UNSENT_MS, *open_ms])
 
     def _pending_now(self, span: Span, moments: list[int]) -> int:
         stored, evidence = self.evidence.stored.get(self.timer.name), self.evidence

@@ -294,6 +294,30 @@ def test_another_schedule_supersedes_what_was_due_and_begins_anew() -> None:
     assert judge(evidence(runs, (), changes, stored=stored)).total.lost == 1
 
 
+def test_a_superseded_run_tells_nothing_of_the_schedule_after_it() -> None:
+    """The call took long: the run before it came due meanwhile, and would fit the new interval."""
+    asked, done = BEGIN + 1100, BEGIN + 3000
+    changes = [
+        Change("created", BEGIN + 780, BEGIN + 785, Every(1000)),
+        Change("rescheduled", asked, done, Every(300)),
+    ]
+    moments = grid(23, first=done + 285, step=300)
+    runs, skipped = sent(*moments), [skip("superseded", BEGIN + 1781, at=done)]
+    assert_held(judge(evidence(runs, skipped, changes, is_atomic=False)))
+
+
+@pytest.mark.parametrize(("fault_began", "lost"), [(11_900, False), (15_000, True)])
+def test_what_waited_for_a_fault_to_be_mended_goes_with_its_timer(
+    fault_began: int, lost: bool
+) -> None:
+    moments, end = grid(12), BEGIN + 24_000
+    changes = [CREATED, Change("deleted", end, end + 5)]
+    windows = [Window("a fault", BEGIN + fault_began, end + 1000)]
+    runs = sent(*[m for m in moments if m < BEGIN + 12_000])
+    found = judge(evidence(runs, (), changes, stored=None, windows=windows, ended_ms=end + 2000))
+    assert bool(found.total.lost) is lost
+
+
 @pytest.mark.parametrize("is_atomic", [True, False])
 def test_a_run_in_doubt_goes_with_its_timer(is_atomic: bool) -> None:
     moments, at = grid(), FIRST + 4200
