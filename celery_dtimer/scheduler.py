@@ -56,6 +56,7 @@ _RECONCILE_AGAIN = 5.0  # seconds until a static schedule that could not be stor
 _LAYOUT_AGAIN = 0.5  # and when another layout was not read yet
 _LEAVE_WITHIN = 1.5  # seconds that an instance takes to go, whatever state its servers are in
 _LEAVE_AT_LAST = 1.6  # seconds after which nobody waits for it any more
+_GLANCE = 0.005  # seconds between two looks whether it has gone
 _LAST_EVENTS_WITHIN = 0.3  # seconds that events have to go out
 _SHORTEST_FAREWELL = 0.1  # seconds that Celery's remote control has to end
 
@@ -608,7 +609,8 @@ class DistributedScheduler(Scheduler):
         self._runtime: Runtimes | None = None
         self._end_metrics: Callable[[], None] = lambda: None
         self._in_tick = False
-        self._closed = self._has_left = False
+        self._leaving = threading.Lock()
+        self._closed = self._has_left = self._is_over = False
         self._hostname = _node_name(None)
         if not lazy:
             _check_connections(app, self.settings)
@@ -685,9 +687,8 @@ class DistributedScheduler(Scheduler):
         if self._runtime is not None:
             # In a thread of its own: a second signal does not cut it short, and no call that
             # nothing bounds, to look a name up say, keeps the process alive.
-            leaving = threading.Thread(target=self._leave, name="dtimer-leave", daemon=True)
-            leaving.start()
-            _join_whatever_comes(leaving, until)
+            threading.Thread(target=self._leave, name="dtimer-leave", daemon=True).start()
+            _wait_whatever_comes(lambda: self._is_over, until)
             if not self._has_left:
                 logger.warning(
                     "Instance %s could not hand its timers over in time, the failure check will",
@@ -704,9 +705,12 @@ class DistributedScheduler(Scheduler):
 
     def _leave(self) -> None:
         assert self._runtime is not None  # noqa: S101 - `close` has looked
+        if not self._leaving.acquire(blocking=False):
+            return  # a signal has come in between: the call before is at it
         self._runtime.stop()
         self._has_left = True
         self._end_metrics()
+        self._is_over = True
 
     @property
     def is_running(self) -> bool:
@@ -762,12 +766,16 @@ def _hurry_remote_control(seconds: float) -> None:
         control.join_timeout = min(control.join_timeout, max(_SHORTEST_FAREWELL, seconds))
 
 
-def _join_whatever_comes(thread: threading.Thread, until: float) -> None:
-    """Wait for a thread, for so long; what interrupts the wait is raised afterwards."""
+def _wait_whatever_comes(is_over: Callable[[], bool], until: float) -> None:
+    """Wait for something, until then; what interrupts the wait is raised afterwards.
+
+    By looking again and again: a wait for a thread or an event that a signal's handler has
+    interrupted, and waits in itself, takes the thread for ended, or holds itself up (before 3.13).
+    """
     interruption: BaseException | None = None
-    while thread.is_alive() and (left := until - time.monotonic()) > 0:
+    while not is_over() and time.monotonic() < until:
         try:
-            thread.join(left)
+            time.sleep(_GLANCE)
         except BaseException as exc:
             interruption = exc
     if interruption is not None:

@@ -382,6 +382,40 @@ def test_closing_inside_a_tick_waits_for_nothing_and_the_next_call_does_it(
     assert registered(timers) == []
 
 
+def test_a_second_signal_while_it_leaves_does_not_cut_that_short(
+    make_app: MakeApp, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Celery's handler closes once more, and what it raises ends the first call of `close`."""
+    app = make_app()
+    timers = DistributedTimer(app)
+    scheduler = make_scheduler(app, embedded=False)
+    scheduler.tick()
+    wait_until(lambda: registered(timers) == [scheduler.instance], "the registration")
+    again, ended = threading.Event(), threading.Event()
+
+    def leave(*args: Any, **options: Any) -> int:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert again.wait(1)
+        ended.wait(0.3)  # it never is, before this has returned
+        return real(*args, **options)
+
+    def handler(*_: Any) -> None:
+        again.set()
+        scheduler.close()
+        raise SystemExit
+
+    real = scheduler_module.leave
+    monkeypatch.setattr(scheduler_module, "leave", leave)
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(SystemExit):
+            scheduler.close()
+        ended.set()
+        assert registered(timers) == []
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
 def test_a_loop_that_fails_ends_the_beat_with_its_error(
     make_app: MakeApp,
     make_scheduler: MakeScheduler,
