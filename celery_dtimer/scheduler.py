@@ -272,7 +272,6 @@ class Runtime:
         identity = Identity(instance, local_host(), os.getpid(), __version__)
         self._woken = threading.Event()
         self._stopped = threading.Event()
-        self._stopping = threading.Lock()
         new_store = partial(Store, settings, shard=shard)
         if meters is not None:
             new_store = partial(new_store, on_call=meters.observe_call)
@@ -343,8 +342,6 @@ class Runtime:
 
     def stop(self) -> None:
         """Commit what was published and hand the timers over, in `_LEAVE_WITHIN` seconds."""
-        if not self._stopping.acquire(blocking=False):
-            return  # another call is at it, or was
         until = time.monotonic() + _LEAVE_WITHIN
         lease = self.membership.lease  # it may run out while the loop ends
         self._stopped.set()

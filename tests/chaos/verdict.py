@@ -41,6 +41,10 @@ class Window(NamedTuple):
     from_ms: int
     until_ms: int
 
+    def has(self, moment_ms: int) -> bool:
+        """Say whether a moment lies in it."""
+        return self.from_ms <= moment_ms <= self.until_ms
+
 
 @dataclass
 class Evidence:
@@ -302,11 +306,7 @@ class _TimerJudge:
 
     def _waiting_from(self, moment_ms: int) -> int:
         """Return since when runs may have been waiting for a fault to be mended."""
-        open_ms = [
-            window.from_ms
-            for window in self.evidence.windows
-            if window.from_ms <= moment_ms <= window.until_ms
-        ]
+        open_ms = [each.from_ms for each in self.evidence.windows if each.has(moment_ms)]
         return min([moment_ms - UNSENT_MS, *open_ms])
 
     def _pending_now(self, span: Span, moments: list[int]) -> int:
@@ -527,7 +527,7 @@ def _judge_task_ids(evidence: Evidence, verdict: Verdict) -> None:
 
 
 def _within(windows: Iterable[Window], moment_ms: int) -> bool:
-    return any(window.from_ms <= moment_ms <= window.until_ms for window in windows)
+    return any(window.has(moment_ms) for window in windows)
 
 
 def _lies_in(gaps: Iterable[Gap], moment_ms: int) -> bool:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -345,6 +346,27 @@ def test_closing_what_never_ran_is_harmless(make_app: MakeApp) -> None:
     scheduler.close()
 
 
+def start_ticking(
+    make_app: MakeApp, make_scheduler: MakeScheduler
+) -> tuple[DistributedScheduler, DistributedTimer]:
+    """Return the scheduler of a process, which has registered, and an API beside it."""
+    app = make_app()
+    timers, scheduler = DistributedTimer(app), make_scheduler(app, embedded=False)
+    scheduler.tick()
+    wait_until(lambda: registered(timers) == [scheduler.instance], "the registration")
+    return scheduler, timers
+
+
+@contextmanager
+def on_signal(handler: Callable[..., object]) -> Iterator[None]:
+    """Handle SIGUSR1 meanwhile."""
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
 def tick_for_ever(scheduler: DistributedScheduler) -> None:
     while True:
         scheduler.tick()
@@ -354,11 +376,7 @@ def test_closing_inside_a_tick_waits_for_nothing_and_the_next_call_does_it(
     make_app: MakeApp, make_scheduler: MakeScheduler
 ) -> None:
     """Celery's signal handler closes in the middle of a tick, and its ``finally`` once more."""
-    app = make_app()
-    timers = DistributedTimer(app)
-    scheduler = make_scheduler(app, embedded=False)
-    scheduler.tick()
-    wait_until(lambda: registered(timers) == [scheduler.instance], "the registration")
+    scheduler, timers = start_ticking(make_app, make_scheduler)
     spent: list[float] = []
 
     def handler(*_: Any) -> None:
@@ -367,18 +385,17 @@ def test_closing_inside_a_tick_waits_for_nothing_and_the_next_call_does_it(
         spent.append(time.monotonic() - started)
         raise SystemExit
 
-    previous = signal.signal(signal.SIGUSR1, handler)
     timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR1])
-    timer.start()
-    try:
-        with pytest.raises(SystemExit):
-            tick_for_ever(scheduler)
-        assert registered(timers) == [scheduler.instance]
-        assert spent[0] < 0.1
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, previous)
-        scheduler.close()
+    with on_signal(handler):
+        timer.start()
+        try:
+            with pytest.raises(SystemExit):
+                tick_for_ever(scheduler)
+        finally:
+            timer.join()
+    assert registered(timers) == [scheduler.instance]
+    assert spent[0] < 0.1
+    scheduler.close()
     assert registered(timers) == []
 
 
@@ -386,11 +403,7 @@ def test_a_second_signal_while_it_leaves_does_not_cut_that_short(
     make_app: MakeApp, make_scheduler: MakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Celery's handler closes once more, and what it raises ends the first call of `close`."""
-    app = make_app()
-    timers = DistributedTimer(app)
-    scheduler = make_scheduler(app, embedded=False)
-    scheduler.tick()
-    wait_until(lambda: registered(timers) == [scheduler.instance], "the registration")
+    scheduler, timers = start_ticking(make_app, make_scheduler)
     again, ended = threading.Event(), threading.Event()
 
     def leave(*args: Any, **options: Any) -> int:
@@ -406,14 +419,10 @@ def test_a_second_signal_while_it_leaves_does_not_cut_that_short(
 
     real = scheduler_module.leave
     monkeypatch.setattr(scheduler_module, "leave", leave)
-    previous = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with pytest.raises(SystemExit):
-            scheduler.close()
-        ended.set()
-        assert registered(timers) == []
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
+    with on_signal(handler), pytest.raises(SystemExit):
+        scheduler.close()
+    ended.set()
+    assert registered(timers) == []
 
 
 def test_a_loop_that_fails_ends_the_beat_with_its_error(
@@ -678,19 +687,18 @@ def test_interrupting_a_hand_over_again_and_again_does_not_cut_it_short(
             signal.pthread_kill(main, signal.SIGUSR1)
         all_sent.set()
 
-    before = signal.signal(signal.SIGUSR1, interrupt)
     sender = threading.Thread(target=send)
     sender.start()  # and only then are there signals, which would upset the start of a thread
     is_closed = False
-    while not is_closed:
-        try:
-            closing.set()
-            scheduler.close()
-            all_sent.wait()  # a join that is interrupted takes the thread for ended, before 3.13
-            is_closed = True
-        except SystemExit:
-            continue
-    signal.signal(signal.SIGUSR1, before)
+    with on_signal(interrupt):
+        while not is_closed:
+            try:
+                closing.set()
+                scheduler.close()
+                all_sent.wait()  # interrupted, a join takes its thread for ended, before 3.13
+                is_closed = True
+            except SystemExit:
+                continue
     # In a thread that the process would wait for.
     wait_until(lambda: registered(timers) == [], "the hand-over")
     assert owners(timers) == {"a": None}

@@ -2472,7 +2472,7 @@ def test_commit_over_a_set_edited_by_hand_settles_all(service: Service, epoch: i
 TRANSITIONS: dict[str, Callable[[Service, Definition, DueTimer], object]] = {
     "commit": lambda service, _, due: service.commit("a", service.epoch("a"), service.ran(due)),
     "resume": lambda service, timer, _: service.resume(timer, START_MS + 50_000, 4),
-    "upsert": lambda service, _, due: service.add("other", every=99),
+    "upsert": lambda service, *_: service.add("other", every=99),
     "trigger": lambda service, timer, _: service.trigger(timer),
 }
 
@@ -2490,9 +2490,7 @@ def test_a_transition_while_timers_of_an_owner_are_of_another_type_writes_nothin
     service.store.pause(paused.id)
     service.clock.advance(5)
     due = service.due_one("a", service.epoch("a"))
-    edited = service.keys("instance_timers", owner)
-    service.redis.delete(edited)
-    service.redis.set(edited, "no sorted set")
+    service.redis.set(service.keys("instance_timers", owner), "no sorted set")
     before = _stored(service)
     with pytest.raises(DamagedError, match="WRONGTYPE"):
         transition(service, paused, due)
