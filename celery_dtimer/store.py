@@ -74,7 +74,7 @@ BATCH = 50
 _UPSERTS = 64  # timers that one call writes, for the same reason,
 _HANDED = 100  # and that one call gives to others
 _BATCH_BYTES = MAX_DEFINITION_BYTES
-_CONFLICTS = 50  # times that a write is computed anew when others write the same timer
+_CONFLICTS = 50  # pauses of a write that is computed anew because others write the same timer
 _PAGE = 1000  # timers of the queue that are read at once
 _HISTORY_PAGE = 500  # entries that are read at once
 _WAIT_SHORT_MS = 10  # that a commit waits for replicas while the one before had too few
@@ -1402,15 +1402,17 @@ class Store:
         answer = self._begin_upsert(rows, source)
 
         def finish() -> int:
-            changed, written, waiting = 0, rows, answer
-            for _ in attempts(batch[0].name):
-                at_ms, refused = waiting()
-                changed += len(written) - len(refused)
+            at_ms, refused = answer()
+            written, changed = rows, len(rows) - len(refused)
+            tries = attempts(batch[0].name)
+            while refused:
+                next(tries)
                 read = [(written[place][0], state) for place, state in refused.items()]
                 written = self._with_skips(armed(read, at_ms), at_ms)
                 if not written:
                     break
-                waiting = self._begin_upsert(written, source)
+                at_ms, refused = self._begin_upsert(written, source)()
+                changed += len(written) - len(refused)
             return changed
 
         return finish
@@ -1991,14 +1993,18 @@ def _checked(name: str, answer: Any) -> Any:
 def attempts(timer: str) -> Iterator[None]:
     """Yield once for each try to write a timer, with pauses that let one of the writers through.
 
+    A try that is refused may tell what is stored: there is no pause before the next one, which goes
+    by that, and one before the try after it, which learns what changed meanwhile.
+
     Raises:
         ConflictError: others changed it each time.
     """
     for attempt in range(_CONFLICTS):
         yield
-        longest = min(_LONGEST_PAUSE, 0.001 * (2 ** min(attempt, 16) - 1))
+        yield
+        longest = min(_LONGEST_PAUSE, 0.001 * 2 ** min(attempt, 16))
         time.sleep(random.uniform(0, longest))  # noqa: S311 - spreads writers, keeps no secret
-    raise ConflictError(f"timer {shown(timer)} was changed by others {_CONFLICTS} times meanwhile")
+    raise ConflictError(f"timer {shown(timer)} was changed by others {2 * _CONFLICTS} times")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -462,6 +463,29 @@ def test_threads_that_create_the_same_timer_make_one(make_app: MakeApp) -> None:
     assert timer.args[1] == 199
     assert timers.pending_count() == 1
     assert not timers.check_consistency()
+
+
+def test_a_timer_that_others_change_in_each_pause_is_written_all_the_same(
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a refused try was told before a pause is out of date after it."""
+    others, timers = DistributedTimer(make_app()), DistributedTimer(make_app())
+    begin = timers.store.base._begin_upsert
+    tries, changes = itertools.count(), itertools.count()
+
+    def change(_: float = 0) -> None:
+        others.create_timer("shared", 10, "record", args=[next(changes)])
+
+    def begin_late(*arguments: Any) -> Any:
+        if next(tries) < 3:
+            change()
+        return begin(*arguments)
+
+    monkeypatch.setattr(timers.store.base, "_begin_upsert", begin_late)
+    monkeypatch.setattr("celery_dtimer.store.time.sleep", change)
+    timers.create_timer("shared", 10, "record", args=["mine"])
+    assert next(changes) == 4, "three tries were too late, and there was one pause"
+    assert timers.get_timer("shared").args == ["mine"]
 
 
 # ------------------------------------------------------------------ looking
