@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import select
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from types import FrameType
 from typing import Any, NamedTuple
 
 import click
@@ -82,8 +85,8 @@ def top(session: Session, interval: timedelta, once: bool) -> None:
         _look_once(session, seconds)
         return
     before: Look | None = None
-    with contextlib.suppress(KeyboardInterrupt), _screen():
-        while True:
+    with contextlib.suppress(KeyboardInterrupt), _interrupts() as interrupted, _screen():
+        while not interrupted.is_set():
             before = _draw(session, before)
             if _is_ended(seconds):
                 return
@@ -119,6 +122,22 @@ def _document(session: Session, before: Look, now: Look) -> dict[str, Any]:
         ],
         "coming": list(map(timer_document, now.coming)),
     }
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Note Ctrl-C as well: Python drops its exception where it comes while an object is deleted."""
+    interrupted = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
